@@ -1,5 +1,6 @@
 """Names: files are found in one guess, pages name files that exist, and house words stay out."""
 
+import ast
 import re
 
 import pytest
@@ -17,8 +18,10 @@ CLEAN = (
     "banyan/engine_client",
     "banyan/families",
     "banyan/formats",
+    "banyan/grammar",
     "banyan/kv_cache",
     "banyan/layers",
+    "banyan/lora",
     "banyan/model_config",
     "banyan/moe",
     "banyan/parallel",
@@ -38,6 +41,22 @@ CLEAN = (
 
 def test_a_reader_of_other_engines_finds_each_file_by_name() -> None:
     assert not misses()
+
+
+KERNELS = {"Experts", "GroupedExperts", "LatentAttention", "PlainLinear", "RoundedLinear"}
+"""Kernels of one op on several devices, and the layer that calls it, share a name."""
+PROTOCOLS = {"EngineHandle", "LaunchedStep"}
+"""What a caller needs, declared next to the caller, and the class that has it."""
+
+
+def test_a_public_class_name_stands_for_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for file in files(["banyan"]):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert not twice.keys() - KERNELS - PROTOCOLS, twice
 
 
 def test_files_that_pages_name_exist() -> None:

@@ -10,7 +10,7 @@ from banyan.ascend.launch.support import device_outcomes
 from banyan.ascend.variables import VARIABLES
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.devices import DeviceFacts, HostTier
+from banyan.config.devices import DeviceFacts, HostTierFacts
 from banyan.config.env import Environment
 from banyan.config.schema import Config
 
@@ -63,7 +63,7 @@ def _flag_outcomes(environment: Environment) -> Iterator[str]:
 
 NPU = DeviceFacts(
     attention="ascend",
-    host_tier=HostTier(
+    host_tier=HostTierFacts(
         copies=("kernel_ascend", "direct"),
         layouts=("page_first_direct", "page_first_kv_split"),
         serves_ranks=True,

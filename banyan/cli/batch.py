@@ -22,7 +22,7 @@ from banyan.engine_client.client import EngineClient
 from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.messages.transport import PrivateFolder, SocketFrontLink
 from banyan.scheduler.routing import ROUTES
-from banyan.server.batches.lines import Line, ServerEnding, read_lines, run_lines
+from banyan.server.batches.lines import BatchLine, ServerEnding, read_lines, run_lines
 from banyan.server.lifecycle.startup import open_service
 from banyan.server.processes import start_engine_process
 from banyan.server.state import ServerState
@@ -73,7 +73,7 @@ def batch(argv: Sequence[str]) -> int:
     return _SOME_REFUSED if answers.num_failed else 0
 
 
-def _lines(path: Path) -> list[Line]:
+def _lines(path: Path) -> list[BatchLine]:
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -86,7 +86,7 @@ def _lines(path: Path) -> list[Line]:
 
 
 async def _run(
-    config: Config, prepared: partial, lines: Sequence[Line], answers: AnswerLog
+    config: Config, prepared: partial, lines: Sequence[BatchLine], answers: AnswerLog
 ) -> None:
     progress = Progress(len(lines))
     async with _engine(config, prepared) as state:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from banyan.ascend.launch.expert_rules import buffer_of
-from banyan.ascend.launch.facts import SOCS, Launch, Model, known_model, read_model
+from banyan.ascend.launch.facts import SOCS, Launch, LaunchModel, known_model, read_model
 from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import find_soc, own_interfaces, own_packages
 from banyan.ascend.launch.reading import MODEL, arguments_of_words, read_variables
@@ -92,7 +92,7 @@ def _launch(
     )
 
 
-def _model(source: str) -> Model | None:
+def _model(source: str) -> LaunchModel | None:
     found = read_model(source) if os.path.isdir(source) else None
     return found or known_model(source)
 

@@ -12,7 +12,7 @@ from banyan.base.log import printable, start_logging
 from banyan.config.cli import read
 from banyan.config.env import Environment, forget_secrets, read_environment
 from banyan.config.schema import DEMO, LoadConfig
-from banyan.hub.catalogue import TALK_TOKENS, Entry, entries, megabytes
+from banyan.hub.catalogue import TALK_TOKENS, CatalogueEntry, entries, megabytes
 from banyan.hub.sources import fetch, kind_of
 
 _MODELS = """banyan models [--markdown]
@@ -66,7 +66,7 @@ def models(argv: Sequence[str]) -> int:
     return 0
 
 
-def _row(entry: Entry, free: int, total: int, here: set[str]) -> tuple[str, ...]:
+def _row(entry: CatalogueEntry, free: int, total: int, here: set[str]) -> tuple[str, ...]:
     needed = entry.needed_bytes
     fits = "yes" if needed <= free else "if freed" if needed <= total else "no"
     return (

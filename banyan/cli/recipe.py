@@ -6,7 +6,7 @@ from pathlib import Path
 
 from banyan.ascend.launch.facts import SOCS
 from banyan.ascend.launch.files import files_of
-from banyan.ascend.launch.plan import Plan, Wish, check_plan, make_plan
+from banyan.ascend.launch.plan import LaunchPlan, Wish, check_plan, make_plan
 from banyan.ascend.launch.recipes import DECODE, PREFILL, SERVE
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
@@ -85,7 +85,7 @@ def _addresses(role: str, text: str) -> list[str]:
     return found
 
 
-def _remarks(plan: Plan) -> Iterator[str]:
+def _remarks(plan: LaunchPlan) -> Iterator[str]:
     """What the files leave to their reader, warnings of the rules, and what this build refuses;
     once for machines of one role."""
     if len(plan.nodes) > 1:

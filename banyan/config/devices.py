@@ -9,7 +9,7 @@ from banyan.config.schema import Config
 
 
 @dataclass(frozen=True)
-class HostTier:
+class HostTierFacts:
     """How pages of a device are kept in memory of the host as well.
 
     Attributes:
@@ -43,7 +43,7 @@ class DeviceFacts:
     compiles_kernels: bool = False
     drafts_trees: bool = False
     attention: str = ""
-    host_tier: HostTier | None = None
+    host_tier: HostTierFacts | None = None
     variables: Collection[str] = ()
     check_start: Callable[[Config, str, Environment], None] | None = None
     flag_outcomes: Callable[[Environment], Iterator[str]] | None = None
@@ -52,7 +52,7 @@ class DeviceFacts:
 AUTO = DeviceFacts(compiles_kernels=True, drafts_trees=True)
 CPU = DeviceFacts(is_host=True, compiles_kernels=True, drafts_trees=True)
 CUDA = DeviceFacts(
-    host_tier=HostTier(("kernel", "direct"), ("page_first_direct", "page_first")),
+    host_tier=HostTierFacts(("kernel", "direct"), ("page_first_direct", "page_first")),
 )
 DEVICES: Table[DeviceFacts] = Table(
     "device",

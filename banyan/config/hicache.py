@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.devices import HostTier, facts_of
+from banyan.config.devices import HostTierFacts, facts_of
 from banyan.config.env import Environment
 from banyan.config.schema import CacheConfig, Config
 from banyan.model_config.model_config import WINDOW, ModelConfig
@@ -142,7 +142,7 @@ def check_hicache(config: Config, model_config: ModelConfig, environment: Enviro
     return config
 
 
-def _with_host_tier(config: Config, model_config: ModelConfig, tier: HostTier) -> Config:
+def _with_host_tier(config: Config, model_config: ModelConfig, tier: HostTierFacts) -> Config:
     """With memory of the host for pages of a device."""
     cache, device = config.cache, config.device.name
     copies = cache.host_copies or tier.copies[0]

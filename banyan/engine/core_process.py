@@ -52,7 +52,7 @@ from banyan.formats.shards import size_of_weights
 from banyan.kv_cache.cache import WEIGHTS_BYTES
 from banyan.kv_cache.sizing import MemoryPlan
 from banyan.kv_transfer.page_mover import PageMover
-from banyan.lora.namespaces import AdapterNames
+from banyan.lora.namespaces import LoRANamespaces
 from banyan.lora.pool import LoRAPool, open_lora_pool
 from banyan.lora.scheduling import AdapterRules
 from banyan.messages.control_ops import (
@@ -402,7 +402,7 @@ def _settle_multi_step(
 
 def _open_publisher(config: KVEvents, replica: int, core: EngineCore) -> KVEventPublisher:
     adapters = core.scheduler.adapters
-    names = AdapterNames() if adapters is None else adapters.names
+    names = LoRANamespaces() if adapters is None else adapters.names
     return KVEventPublisher(
         config,
         replica,

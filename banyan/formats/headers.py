@@ -18,7 +18,7 @@ _KINDS = {block.name: kind for kind, block in BLOCK_TYPES.items()}
 _BLOCKS = {block.name: block for block in BLOCK_TYPES.values()}
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A tensor that is to be written, of the format's own type."""
 
     name: str
@@ -38,16 +38,16 @@ class Header(NamedTuple):
     size_bytes: int
 
 
-def size_in_safetensors(entry: Entry) -> int:
+def size_in_safetensors(entry: HeaderEntry) -> int:
     return math.prod(entry.shape) * TYPE_BITS[entry.type] // 8
 
 
-def size_in_gguf(entry: Entry) -> int:
+def size_in_gguf(entry: HeaderEntry) -> int:
     block = _BLOCKS[entry.type]
     return math.prod(entry.shape) // block.elements * block.size_bytes
 
 
-def safetensors_header(entries: Sequence[Entry]) -> Header:
+def safetensors_header(entries: Sequence[HeaderEntry]) -> Header:
     listed: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, list[int]()
     for entry in entries:
@@ -63,7 +63,7 @@ def safetensors_header(entries: Sequence[Entry]) -> Header:
 
 
 def gguf_header(
-    pairs: Sequence[bytes], entries: Sequence[Entry], alignment: int = DEFAULT_ALIGNMENT
+    pairs: Sequence[bytes], entries: Sequence[HeaderEntry], alignment: int = DEFAULT_ALIGNMENT
 ) -> Header:
     """Args: pairs: the metadata, each as `gguf_pair` writes it."""
     table, at, places = list[bytes](), 0, list[int]()

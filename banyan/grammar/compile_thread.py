@@ -14,7 +14,7 @@ from banyan.grammar.worker_pool import GrammarWorkerPool
 
 
 @dataclass
-class Job:
+class CompileJob:
     """A constraint that waits to be made, and for whom."""
 
     bare: str
@@ -23,16 +23,16 @@ class Job:
     """ControlOp of arrival."""
 
 
-Finish = Callable[[Job, Program | RequestError], None]
+Finish = Callable[[CompileJob, Program | RequestError], None]
 
 
-class Lane:
+class CompileThread:
     """Compiles queued constraints. Calls `finish` with each outcome, from its own thread."""
 
     def __init__(self, worker_pool: GrammarWorkerPool, finish: Finish) -> None:
         self.worker_pool = worker_pool
         self._finish = finish
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, CompileJob] = {}
         self._shares = Shares()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -40,7 +40,7 @@ class Lane:
 
     def put(self, bare: str, callers: Iterable[bytes] = (b"",)) -> None:
         with self._changed:
-            job = self._jobs.setdefault(bare, Job(bare, set()))
+            job = self._jobs.setdefault(bare, CompileJob(bare, set()))
             self._add(job, callers)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="grammar", daemon=True)
@@ -64,7 +64,7 @@ class Lane:
             self._changed.notify()
         self.worker_pool.close()
 
-    def _add(self, job: Job, callers: Iterable[bytes]) -> None:
+    def _add(self, job: CompileJob, callers: Iterable[bytes]) -> None:
         for caller in callers:
             job.callers.add(caller)
             self._shares.enter(caller)
@@ -77,7 +77,7 @@ class Lane:
                 self._shares.charge(job.callers, time.monotonic() - began_s)
             self._finish(job, outcome)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> CompileJob | None:
         """Take the job whose turn it is; None once the lane is closed."""
         with self._changed:
             while not self._jobs and not self._is_closed:

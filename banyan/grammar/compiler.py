@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 from banyan.base.errors import RequestError
 from banyan.grammar.base import Grammar, Program
-from banyan.grammar.compile_thread import Job, Lane
+from banyan.grammar.compile_thread import CompileJob, CompileThread
 from banyan.grammar.constrained import Constrained
 from banyan.grammar.worker_pool import LIMIT, NEVER, GrammarLimits, GrammarWorkerPool, Read, Words
 from banyan.messages.constraint import Constraint
@@ -46,10 +46,10 @@ class GrammarCompiler:
         self._limits = limits or GrammarLimits()
         self._words = Words(read)
         hurried = replace(self._limits, time_s=min(self._limits.quick_s, self._limits.time_s))
-        self._quick = Lane(
+        self._quick = CompileThread(
             GrammarWorkerPool(backends, self._words, whitespace, hurried), self._finish_quick
         )
-        self._slow = Lane(
+        self._slow = CompileThread(
             GrammarWorkerPool(backends, self._words, whitespace, self._limits), self._finish
         )
         self._wake = wake
@@ -133,14 +133,14 @@ class GrammarCompiler:
         self._quick.close()
         self._slow.close()
 
-    def _finish_quick(self, job: Job, outcome: Program | RequestError) -> None:
+    def _finish_quick(self, job: CompileJob, outcome: Program | RequestError) -> None:
         is_late = isinstance(outcome, RequestError) and outcome.code == LIMIT
         if is_late and job.bare in self._pending:
             self._slow.put(job.bare, job.callers)
         else:
             self._finish(job, outcome)
 
-    def _finish(self, job: Job, outcome: Program | RequestError) -> None:
+    def _finish(self, job: CompileJob, outcome: Program | RequestError) -> None:
         self._done.put((job.bare, outcome))
         self._wake()
 

@@ -41,14 +41,14 @@ class Job(msgspec.Struct, frozen=True):
     """`Generate.grammar`."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CompileOutcome(msgspec.Struct, frozen=True):
     """`error` says why there is no compiled form; "" when there is."""
 
     compiled: bytes = b""
     error: str = ""
 
 
-def encode_frame(message: Setup | Job | Outcome) -> bytes:
+def encode_frame(message: Setup | Job | CompileOutcome) -> bytes:
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -72,20 +72,20 @@ def read_frame(read: Callable[[int], bytes], kind: type[T]) -> T | None:
     return msgspec.msgpack.decode(body, type=kind) if len(body) == length else None
 
 
-def compile_one(backend: Backend, grammar: str, warnings: "Warnings") -> Outcome:
+def compile_one(backend: Backend, grammar: str, warnings: "Warnings") -> CompileOutcome:
     """Compile; whatever the library throws or warns of is the outcome's error."""
     try:
         with warnings:
             compiled = backend.compile(Constraint.decode(grammar))
     except MemoryError:
-        return Outcome(error="it needs too much memory")
+        return CompileOutcome(error="it needs too much memory")
     except Exception as error:  # the libraries have no common error, and Rust panics are none
         if _NO_MEMORY in str(error):
-            return Outcome(error="it needs too much memory")
-        return Outcome(error=_reason(str(error) or type(error).__name__))
+            return CompileOutcome(error="it needs too much memory")
+        return CompileOutcome(error=_reason(str(error) or type(error).__name__))
     if warnings.text:
-        return Outcome(error=_reason(warnings.text))
-    return Outcome(compiled=compiled)
+        return CompileOutcome(error=_reason(warnings.text))
+    return CompileOutcome(compiled=compiled)
 
 
 class Warnings:

@@ -15,7 +15,7 @@ from banyan.base.worker_process import WorkerProcess
 from banyan.grammar.base import BACKENDS, Backend, Program
 from banyan.grammar.constrained import Constrained, TokenMasks
 from banyan.grammar.vocabulary import Encode, Vocabulary
-from banyan.grammar.worker import MAX_FRAME_BYTES, Job, Outcome, Setup, encode_frame
+from banyan.grammar.worker import MAX_FRAME_BYTES, CompileOutcome, Job, Setup, encode_frame
 from banyan.messages.constraint import Constraint
 
 log = logger(__name__)
@@ -163,7 +163,7 @@ class _Library:
         if (worker := self._worker) is not None:
             worker.close()
 
-    def _ask(self, grammar: str, time_s: float) -> Outcome:
+    def _ask(self, grammar: str, time_s: float) -> CompileOutcome:
         setup = self._setup
         try:
             if self._worker is None:
@@ -193,15 +193,15 @@ class _Worker:
         task = encode_frame(setup) + encode_frame(Job(""))
         self._run(task, _START_S, "the compiler did not start")
 
-    def ask(self, job: Job, time_s: float) -> Outcome:
+    def ask(self, job: Job, time_s: float) -> CompileOutcome:
         return self._run(encode_frame(job), time_s, "it takes too long to compile")
 
     def close(self) -> None:
         self._process.close()
 
-    def _run(self, task: bytes, limit_s: float, too_late: str) -> Outcome:
+    def _run(self, task: bytes, limit_s: float, too_late: str) -> CompileOutcome:
         try:
-            return msgspec.msgpack.decode(self._process.run(task, limit_s), type=Outcome)
+            return msgspec.msgpack.decode(self._process.run(task, limit_s), type=CompileOutcome)
         except TimeoutError:
             raise _Lost(too_late) from None
         except EOFError:

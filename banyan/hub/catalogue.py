@@ -23,7 +23,7 @@ _CACHE_NUMBER_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """One model.
 
     Attributes:
@@ -66,17 +66,17 @@ class Entry:
 
 
 @cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[CatalogueEntry, ...]:
     """All models of the catalogue, in file order."""
     with open(_FILE, encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         return tuple(_entry(row) for row in rows)
 
 
-def _entry(row: dict[str, str]) -> Entry:
+def _entry(row: dict[str, str]) -> CatalogueEntry:
     layers, heads, dim = (int(n) for n in (row["cache"] or "0x0x0").split("x"))
     pairs = [pair.split("=") for pair in row["sampling"].split()]
-    return Entry(
+    return CatalogueEntry(
         name=row["name"],
         kind=row["kind"],
         repo=row["repo"],
@@ -95,12 +95,12 @@ def _number(text: str) -> float:
     return float(text) if "." in text else int(text)
 
 
-def find(name: str) -> Entry | None:
+def find(name: str) -> CatalogueEntry | None:
     """The model of this short name, ignoring case."""
     return next((e for e in entries() if e.name == name.lower()), None)
 
 
-def recognise(source: str, path: str = "") -> Entry | None:
+def recognise(source: str, path: str = "") -> CatalogueEntry | None:
     """The model of a short name, a hub name, or a local file with the maker's file name."""
     known = find(source)
     if known is not None:

@@ -17,7 +17,7 @@ _PREFIX = "models--"
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalModel:
     """One model on this machine.
 
     Attributes:
@@ -40,7 +40,7 @@ class Held:
         return next(near, "")
 
 
-def held_models(cache: Path) -> list[Held]:
+def held_models(cache: Path) -> list[LocalModel]:
     """Every model in this hub cache, most recently used first; unfinished downloads come last."""
     whole = [held for repo in _repos(cache) for held in _of(repo)]
     whole.sort(key=lambda held: held.used_s, reverse=True)
@@ -97,7 +97,7 @@ def _repos(cache: Path) -> list[CachedRepoInfo]:
     return sorted((r for r in found if r.repo_type == "model"), key=lambda repo: repo.repo_id)
 
 
-def _of(repo: CachedRepoInfo) -> Iterator[Held]:
+def _of(repo: CachedRepoInfo) -> Iterator[LocalModel]:
     """The models in one repository: each GGUF file, and the newest revision with safetensors."""
     by_age = sorted(repo.revisions, key=lambda revision: revision.last_modified, reverse=True)
     seen: set[str] = set()
@@ -108,24 +108,26 @@ def _of(repo: CachedRepoInfo) -> Iterator[Held]:
                 continue
             seen.add(name)
             used_s = file.blob_last_accessed
-            yield Held(f"{repo.repo_id}/{name}", str(file.file_path), file.size_on_disk, used_s)
+            yield LocalModel(
+                f"{repo.repo_id}/{name}", str(file.file_path), file.size_on_disk, used_s
+            )
     newest = next((revision for revision in by_age if _has_safetensors(revision)), None)
     if newest is not None:
         files = [file for file in newest.files if not file.file_name.endswith(".gguf")]
         size = sum(file.size_on_disk for file in files)
         used_s = max(file.blob_last_accessed for file in files)
-        yield Held(repo.repo_id, str(newest.snapshot_path), size, used_s)
+        yield LocalModel(repo.repo_id, str(newest.snapshot_path), size, used_s)
 
 
 def _has_safetensors(revision: CachedRevisionInfo) -> bool:
     return any(file.file_name.endswith(".safetensors") for file in revision.files)
 
 
-def _parts(cache: Path) -> Iterator[Held]:
+def _parts(cache: Path) -> Iterator[LocalModel]:
     for path in sorted(cache.glob(f"{_PREFIX}*/blobs/*.incomplete")):
         facts = path.stat()
         repo = path.parents[1].name.removeprefix(_PREFIX).replace("--", "/", 1)
-        yield Held(repo, str(path), facts.st_size, facts.st_mtime, is_part=True)
+        yield LocalModel(repo, str(path), facts.st_size, facts.st_mtime, is_part=True)
 
 
 def _remove_file(repo: CachedRepoInfo, name: str) -> bool:

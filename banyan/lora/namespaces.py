@@ -5,7 +5,7 @@ from hashlib import blake2b
 _DIGEST_BYTES, _MARK_BYTES = 16, 8
 
 
-class AdapterNames:
+class LoRANamespaces:
     """Of the adapters that requests have named so far."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.lora.namespaces import AdapterNames
+from banyan.lora.namespaces import LoRANamespaces
 from banyan.messages.control_ops import ControlOp, ControlOpReply, DropAdapter, TakeAdapter
 from banyan.messages.requests import NO_CALL, Generate, RunControlOps
 from banyan.scheduler.request import WAITING, Request
@@ -100,7 +100,7 @@ class Adapters:
 
     rules: AdapterRules
     known: dict[str, Adapter] = field(default_factory=dict[str, Adapter])
-    names: AdapterNames = field(default_factory=AdapterNames)
+    names: LoRANamespaces = field(default_factory=LoRANamespaces)
     _new: list[_Load] = field(default_factory=list[_Load])
     """Asked for by operators, in order; not known to requests yet."""
     _free: list[int] = field(default_factory=list[int])

@@ -173,7 +173,7 @@ def _sglang_routes() -> list[Route]:
 
 
 def _embedding_routes() -> list[Route]:
-    prompts = Body(embeddings.NativeRequest)
+    prompts = Body(embeddings.EncodeRequest)
     return [
         Route("/encode", _PUT, embeddings.encode, about="Embed prompts (SGLang)", body=prompts),
         Route(

@@ -18,7 +18,7 @@ from banyan.cli.main import main
 from banyan.cli.models import as_markdown
 from banyan.config.env import Environment
 from banyan.config.schema import DEMO_LINE, LoadConfig
-from banyan.hub.catalogue import Entry, entries, find
+from banyan.hub.catalogue import CatalogueEntry, entries, find
 from banyan.hub.local_models import held_models
 from banyan.hub.sources import fetch
 from tests.support.fake_hub import FakeHub, Fault, fake_hub
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BODY = bytes(range(256)) * 1000
 
 
-def known(name: str) -> Entry:
+def known(name: str) -> CatalogueEntry:
     entry = find(name)
     assert entry is not None
     return entry

@@ -15,10 +15,10 @@ import pytest
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.ids import RequestId
 from banyan.engine.grammar_queue import GrammarQueue
-from banyan.grammar.compile_thread import Lane, Shares
+from banyan.grammar.compile_thread import CompileThread, Shares
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import longest_first
-from banyan.grammar.worker import Outcome, read_frame
+from banyan.grammar.worker import CompileOutcome, read_frame
 from banyan.grammar.worker_pool import GrammarLimits, GrammarWorkerPool
 from banyan.messages.constraint import Constraint
 from banyan.messages.events import Event, Failed, Finished
@@ -269,7 +269,7 @@ class Slow:
 
 def test_a_lane_makes_the_shortest_first_and_nothing_that_nobody_waits_for():
     slow, done = Slow(), SimpleQueue[str]()
-    lane = Lane(cast(GrammarWorkerPool, slow), lambda job, outcome: done.put(job.bare))
+    lane = CompileThread(cast(GrammarWorkerPool, slow), lambda job, outcome: done.put(job.bare))
     lane.put("first")
     assert slow.has_begun.wait(60)
     for bare in ("longest", "gone", "abc", "ab", "again"):
@@ -285,7 +285,7 @@ def test_a_lane_makes_the_shortest_first_and_nothing_that_nobody_waits_for():
 
 def test_what_one_caller_asks_for_does_not_hold_up_another():
     slow, done = Slow(), SimpleQueue[str]()
-    lane = Lane(cast(GrammarWorkerPool, slow), lambda job, outcome: done.put(job.bare))
+    lane = CompileThread(cast(GrammarWorkerPool, slow), lambda job, outcome: done.put(job.bare))
     lane.put("first", (b"many",))
     assert slow.has_begun.wait(60)
     for number in range(20):
@@ -353,7 +353,7 @@ def test_what_is_not_made_in_a_moment_is_made_beside_the_others(opened: Open):
 def test_a_frame_without_end_from_the_compiler_is_not_awaited():
     stream = io.BytesIO(struct.pack("<Q", 1 << 40) + b"x")
     with pytest.raises(ValueError, match="are legal"):
-        read_frame(stream.read, Outcome)
+        read_frame(stream.read, CompileOutcome)
 
 
 def test_a_name_that_waits_already_and_a_full_desk_are_refused(opened: Open):

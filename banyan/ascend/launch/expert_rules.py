@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from banyan.ascend.launch.facts import Launch, Model
+from banyan.ascend.launch.facts import Launch, LaunchModel
 from banyan.ascend.launch.findings import Breach, breach
 
 FUSED = "SGLANG_NPU_FUSED_MOE_MODE"
@@ -167,7 +167,7 @@ def buffer(launch: Launch) -> Iterator[Breach]:
         yield breach("9a", **vars(found))
 
 
-def buffer_bytes(soc: str, tokens: int, ep: int, model: Model, fused: int = 0) -> int:
+def buffer_bytes(soc: str, tokens: int, ep: int, model: LaunchModel, fused: int = 0) -> int:
     """What the exchange of experts needs of the HCCL buffer.
 
     Args:
@@ -188,7 +188,7 @@ def buffer_bytes(soc: str, tokens: int, ep: int, model: Model, fused: int = 0) -
     return 2 * (local * tokens * ep * sent + returned)
 
 
-def tokens_that_fit(soc: str, buffer_mb: int, ep: int, model: Model, fused: int = 0) -> int:
+def tokens_that_fit(soc: str, buffer_mb: int, ep: int, model: LaunchModel, fused: int = 0) -> int:
     """The most tokens of one rank for which a buffer is large enough."""
     there = buffer_mb * MIB
     counts = range(1, _MOST_DISPATCH + 1)

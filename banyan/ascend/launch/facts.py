@@ -45,7 +45,7 @@ SOCS = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Model:
+class LaunchModel:
     """Facts of a model that rules depend on.
 
     Attributes:
@@ -67,7 +67,7 @@ class Model:
     is_modelslim: bool | None = None
 
 
-_R1 = Model(
+_R1 = LaunchModel(
     "deepseek-r1",
     hidden=7168,
     experts=256,
@@ -97,7 +97,7 @@ class Launch:
     soc: Soc
     interfaces: Mapping[str, tuple[str, ...]] | None = None
     packages: frozenset[str] | None = None
-    model: Model | None = None
+    model: LaunchModel | None = None
     is_relaxed: bool = False
 
     def text(self, flag: str, default: str = "") -> str:
@@ -182,7 +182,7 @@ class Launch:
         return not self.is_on("disable-cuda-graph")
 
 
-def read_model(folder: str) -> Model | None:
+def read_model(folder: str) -> LaunchModel | None:
     """The facts in a checkpoint's folder; None where it has no config.json."""
     place = Path(folder)
     try:
@@ -199,7 +199,7 @@ def read_model(folder: str) -> Model | None:
         found = (facts.get(key) for key in keys)
         return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), 0)
 
-    return Model(
+    return LaunchModel(
         name=place.name,
         hidden=number("hidden_size"),
         experts=number("n_routed_experts", "num_local_experts", "num_experts"),
@@ -214,7 +214,7 @@ def read_model(folder: str) -> Model | None:
     )
 
 
-def known_model(source: str) -> Model | None:
+def known_model(source: str) -> LaunchModel | None:
     """The facts of a model by its name, for machines that do not have it."""
     name = source.rstrip("/").rpartition("/")[2].lower()
     return next((model for model in KNOWN if name.startswith(model.name)), None)

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from banyan.ascend.launch.facts import Soc
-from banyan.ascend.launch.plan import Node, Plan, lines_of
+from banyan.ascend.launch.plan import LaunchPlan, PlannedNode, lines_of
 
 IMAGE = "banyan-npu"
 SHARED_MEMORY_GB = 16
@@ -47,7 +47,7 @@ def docker_run(soc: Soc, model: str, name: str, command: Sequence[str]) -> str:
 _LABEL = "banyan/node"
 
 
-def files_of(plan: Plan) -> dict[str, str]:
+def files_of(plan: LaunchPlan) -> dict[str, str]:
     """File name -> text, in the order in which they are read best."""
     found: dict[str, str] = {}
     for node in plan.nodes:
@@ -61,7 +61,7 @@ def files_of(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _script(node: Node) -> str:
+def _script(node: PlannedNode) -> str:
     return (
         f"#!/bin/sh\n# On {node.address}, beside {node.name}.env.\n"
         f'set -a\n. "$(dirname "$0")/{node.name}.env"\nset +a\nexec {_joined(node.command)}\n'
@@ -72,7 +72,7 @@ def _joined(words: tuple[str, ...]) -> str:
     return " \\\n  ".join(lines_of(words))
 
 
-def _by_hand(plan: Plan) -> str:
+def _by_hand(plan: LaunchPlan) -> str:
     text = "#!/bin/sh\n# The line for each node, to be run there beside its .env file.\n"
     for node in plan.nodes:
         command = lines_of(_serve_words(node))
@@ -81,12 +81,12 @@ def _by_hand(plan: Plan) -> str:
     return text
 
 
-def _serve_words(node: Node) -> tuple[str, ...]:
+def _serve_words(node: PlannedNode) -> tuple[str, ...]:
     """What the image's own entry point gets."""
     return ("serve", *node.words)
 
 
-def _compose(plan: Plan) -> str:
+def _compose(plan: LaunchPlan) -> str:
     services: dict[str, object] = {}
     for node in plan.nodes:
         services[node.name] = {
@@ -115,7 +115,7 @@ def _compose(plan: Plan) -> str:
     return head + _yaml({"services": services})
 
 
-def _kubernetes(plan: Plan) -> str:
+def _kubernetes(plan: LaunchPlan) -> str:
     head = (
         "# Label each machine first: kubectl label node MACHINE banyan/node=NAME\n"
         "# The vendor's device plugin gives out the devices; the network is the host's.\n"
@@ -126,7 +126,7 @@ def _kubernetes(plan: Plan) -> str:
     return head + "---\n".join(parts)
 
 
-def _manifests(node: Node, plan: Plan) -> Iterator[dict[str, object]]:
+def _manifests(node: PlannedNode, plan: LaunchPlan) -> Iterator[dict[str, object]]:
     yield {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -164,7 +164,7 @@ def _manifests(node: Node, plan: Plan) -> Iterator[dict[str, object]]:
     yield _deployment(node.name, pod)
 
 
-def _router_manifest(plan: Plan) -> dict[str, object]:
+def _router_manifest(plan: LaunchPlan) -> dict[str, object]:
     container = {"name": "router", "image": IMAGE, "command": list(plan.router)}
     first = plan.nodes[0].name
     pod = {"hostNetwork": True, "nodeSelector": {_LABEL: first}, "containers": [container]}

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from banyan.ascend.launch.facts import Launch, Model, Soc
+from banyan.ascend.launch.facts import Launch, LaunchModel, Soc
 from banyan.ascend.launch.findings import Finding
 from banyan.ascend.launch.reading import arguments_of_words
 from banyan.ascend.launch.recipes import DECODE, PREFILL, SERVE, Recipe, recipe_of
@@ -35,7 +35,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Node:
+class PlannedNode:
     """One machine of a plan.
 
     Attributes:
@@ -58,7 +58,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """
     Attributes:
         router: the words that start what is before the roles; () where one role serves alone.
@@ -66,12 +66,12 @@ class Plan:
 
     recipe: Recipe
     wish: Wish
-    model: Model | None
-    nodes: tuple[Node, ...]
+    model: LaunchModel | None
+    nodes: tuple[PlannedNode, ...]
     router: tuple[str, ...]
 
 
-def make_plan(wish: Wish) -> Plan:
+def make_plan(wish: Wish) -> LaunchPlan:
     """
     Raises:
         ConfigError: roles that the recipe has not, or nodes that make no whole instances.
@@ -90,14 +90,14 @@ def make_plan(wish: Wish) -> Plan:
             hint=f"give the addresses of the nodes with {wanted}",
         )
     nodes = tuple(node for role in recipe.roles for node in _nodes_of(role, wish, recipe))
-    return Plan(recipe, wish, model, nodes, _router(nodes, recipe))
+    return LaunchPlan(recipe, wish, model, nodes, _router(nodes, recipe))
 
 
 def _flags(roles: set[str]) -> str:
     return " and ".join(f"--{role}" for role in sorted(roles)) or "none"
 
 
-def _nodes_of(role: str, wish: Wish, recipe: Recipe) -> Iterator[Node]:
+def _nodes_of(role: str, wish: Wish, recipe: Recipe) -> Iterator[PlannedNode]:
     part, addresses = recipe.roles[role], wish.nodes[role]
     count = -(-part.dies // wish.soc.devices) or len(addresses)
     if len(addresses) % count:
@@ -114,7 +114,7 @@ def _nodes_of(role: str, wish: Wish, recipe: Recipe) -> Iterator[Node]:
     for first in range(0, len(addresses), count):
         members = addresses[first : first + count]
         for rank, address in enumerate(members):
-            yield Node(
+            yield PlannedNode(
                 name=f"{role}-{first // count}-{rank}",
                 role=role,
                 address=address,
@@ -156,7 +156,7 @@ def _words(
     return (*words, "--host", members[rank], "--port", str(part.port))
 
 
-def _router(nodes: Sequence[Node], recipe: Recipe) -> tuple[str, ...]:
+def _router(nodes: Sequence[PlannedNode], recipe: Recipe) -> tuple[str, ...]:
     if SERVE in recipe.roles:
         return ()
     words = ["python3", "-m", "banyan.launch_lb"]
@@ -167,7 +167,7 @@ def _router(nodes: Sequence[Node], recipe: Recipe) -> tuple[str, ...]:
     return (*words, "--host", "127.0.0.1", "--port", str(recipe.router_port))
 
 
-def check_plan(plan: Plan) -> Iterator[tuple[Node, Finding]]:
+def check_plan(plan: LaunchPlan) -> Iterator[tuple[PlannedNode, Finding]]:
     """What the rules say of each node's start, as if it were typed there."""
     for node in plan.nodes:
         environment = read_environment(node.variables)

@@ -6,7 +6,7 @@ Knows no machines; `plan.py` puts addresses in.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from banyan.ascend.launch.facts import Model, known_model
+from banyan.ascend.launch.facts import LaunchModel, known_model
 
 PREFILL, DECODE, SERVE = "prefill", "decode", "serve"
 
@@ -129,7 +129,7 @@ PLAIN = Recipe(
 """For every other model: one server over all devices that are named."""
 
 
-def recipe_of(source: str) -> tuple[Recipe, Model | None]:
+def recipe_of(source: str) -> tuple[Recipe, LaunchModel | None]:
     """The recipe of a model, by its name, and its facts."""
     model = known_model(source)
     if model is None:

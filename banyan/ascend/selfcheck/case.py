@@ -31,7 +31,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """How a case ended; `worst` is the largest difference, `why` is empty where it is all right."""
 
     case: Case
@@ -43,20 +43,20 @@ SLACK = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 """Tolerance of a result, absolute and relative: kernels add in another order."""
 
 
-def try_out(case: Case, operators: Operators, place: Place) -> Outcome:
+def try_out(case: Case, operators: Operators, place: Place) -> CaseOutcome:
     """Run a case and compare; an error of the device is an outcome too."""
     try:
         found = [result.cpu() for result in case.run(operators, place)]
     except (BanyanError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        return Outcome(case, math.inf, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return CaseOutcome(case, math.inf, f"{type(error).__name__}: {str(error).splitlines()[0]}")
     worst = 0.0
     for got, wanted in zip(found, case.wanted(), strict=True):
         if got.shape != wanted.shape:
-            return Outcome(case, math.inf, f"{list(got.shape)} instead of {list(wanted.shape)}")
+            return CaseOutcome(case, math.inf, f"{list(got.shape)} instead of {list(wanted.shape)}")
         off = (got.float() - wanted.float()).abs() / (1 + wanted.float().abs())
         worst = max(worst, float(off.max().nan_to_num(nan=math.inf)))
     why = "" if worst <= case.slack else f"off by {worst:.2g}, {case.slack:.2g} is allowed"
-    return Outcome(case, worst, why)
+    return CaseOutcome(case, worst, why)
 
 
 def random_tensor(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from banyan.formats.headers import Entry
+from banyan.formats.headers import HeaderEntry
 from banyan.ops import rounding
 from banyan.ops.rounding import TO_BLOCKS
 from banyan.ops.stored import StoredWeight
@@ -47,7 +47,7 @@ class Rounded:
     """
 
     kind: str
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     make: Callable[[StoredWeight], dict[str, Tensor]]
 
 
@@ -120,9 +120,9 @@ class PackedIntegers:
         stem, dtype = _stem(name), _DTYPES[type]
         packed, scale, whole = (f"{stem}.weight_{last}" for last in ("packed", "scale", "shape"))
         entries = (
-            Entry(packed, "I32", (outputs, inputs * self.bits // 32)),
-            Entry(scale, type, (outputs, inputs // group)),
-            Entry(whole, "I64", (2,)),
+            HeaderEntry(packed, "I32", (outputs, inputs * self.bits // 32)),
+            HeaderEntry(scale, type, (outputs, inputs // group)),
+            HeaderEntry(whole, "I64", (2,)),
         )
 
         def rows(values: Tensor) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ class EightBits:
         scale, dtype = f"{_stem(name)}.weight_scale", _DTYPES[type]
         side = self.side
         factors = (-(-shape[0] // side), -(-shape[1] // side)) if side else (shape[0], 1)
-        entries = (Entry(name, self.type, shape), Entry(scale, type, factors))
+        entries = (HeaderEntry(name, self.type, shape), HeaderEntry(scale, type, factors))
 
         def rows(values: Tensor) -> dict[str, Tensor]:
             if side:
@@ -225,7 +225,7 @@ class GGUFBlocks:
         def rows(values: Tensor) -> dict[str, Tensor]:
             return {name: rounding.to_blocks(values, kind)}
 
-        return Rounded(kind, (Entry(name, kind, shape),), lambda weight: _all(weight, rows))
+        return Rounded(kind, (HeaderEntry(name, kind, shape),), lambda weight: _all(weight, rows))
 
     def scheme(self, kind: str) -> Settings:
         return {}
@@ -255,7 +255,7 @@ def to_floats(name: str, shape: tuple[int, ...], type: str) -> Rounded:
     def rows(values: Tensor) -> dict[str, Tensor]:
         return {name: _octets(values.to(_DTYPES[type]))}
 
-    return Rounded(type, (Entry(name, type, shape),), lambda weight: _all(weight, rows))
+    return Rounded(type, (HeaderEntry(name, type, shape),), lambda weight: _all(weight, rows))
 
 
 def layout_of(type: str, group: int) -> TargetLayout:

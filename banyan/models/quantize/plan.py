@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from banyan.formats.headers import (
-    Entry,
     Header,
+    HeaderEntry,
     gguf_header,
     gguf_pair,
     safetensors_header,
@@ -44,7 +44,7 @@ class PlanUnit:
     """
 
     source: str
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     rounded: Rounded | None
     take: Callable[[], StoredWeight] | None = None
 
@@ -162,14 +162,14 @@ def _units(
     if not slices:
         yield _unit(plan, source, layout, left_out, PlanUnit(name, (_as_it_is(tensor),), None))
     for each in slices:
-        entry = Entry(each.name, tensor.type, each.shape)
+        entry = HeaderEntry(each.name, tensor.type, each.shape)
         copied = PlanUnit(name, (entry,), None, lambda each=each: each.take(source.weight(name)))
         yield _unit(plan, source, layout, left_out, copied)
 
 
 def _constants(words: GGUFMetadata) -> Iterator[PlanUnit]:
     for name, numbers in words.constants.items():
-        entry = Entry(name, "F32", (len(numbers),))
+        entry = HeaderEntry(name, "F32", (len(numbers),))
         yield PlanUnit(name, (entry,), None, lambda n=numbers: StoredWeight.from_tensor(Tensor(n)))
 
 
@@ -209,8 +209,8 @@ def float_type(source: SourceCheckpoint, layout: TargetLayout) -> str:
     return most if most in ("F32", "F16") else "BF16"
 
 
-def _as_it_is(tensor: TensorInfo) -> Entry:
-    return Entry(tensor.name, tensor.type, tensor.shape)
+def _as_it_is(tensor: TensorInfo) -> HeaderEntry:
+    return HeaderEntry(tensor.name, tensor.type, tensor.shape)
 
 
 def _unit(
@@ -254,12 +254,12 @@ def _round(
     return replace(copied, entries=rounded.entries, rounded=rounded)
 
 
-def _entries(units: Sequence[PlanUnit]) -> list[Entry]:
+def _entries(units: Sequence[PlanUnit]) -> list[HeaderEntry]:
     return [entry for unit in units for entry in unit.entries]
 
 
 def _shards(
-    units: Sequence[PlanUnit], size: Callable[[Entry], int], most_bytes: int
+    units: Sequence[PlanUnit], size: Callable[[HeaderEntry], int], most_bytes: int
 ) -> Iterator[list[PlanUnit]]:
     shard, filled = list[PlanUnit](), 0
     for unit in units:

@@ -11,7 +11,7 @@ from torch import Tensor
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
 from banyan.formats.gguf import GGUFFile
-from banyan.formats.headers import Entry
+from banyan.formats.headers import HeaderEntry
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import files_of_weights
@@ -60,7 +60,7 @@ class SourceCheckpoint:
                 self.tensors[tensor.name] = tensor
                 self._files[tensor.name] = path
 
-    def is_projection(self, entry: Entry) -> bool:
+    def is_projection(self, entry: HeaderEntry) -> bool:
         """Whether a tensor, or a slice of one, is the matrix of a projection within a layer that
         answers."""
         if entry.type not in STORAGE_TYPES:

@@ -19,7 +19,7 @@ from banyan.families.names import (
     HUB_NAMES,
     NameMap,
 )
-from banyan.formats.headers import Entry
+from banyan.formats.headers import HeaderEntry
 from banyan.models.quantize.source import SourceCheckpoint
 from banyan.models.weights.checkpoint_layouts import (
     half_of_expansion,
@@ -47,7 +47,7 @@ class Translated:
         take: it, of whatever type it has in the source.
     """
 
-    entry: Entry
+    entry: HeaderEntry
     hub_name: str
     is_projection: bool
     is_small: bool
@@ -63,7 +63,7 @@ class _Piece:
         expert: that number, −1 = it is of none.
     """
 
-    entry: Entry
+    entry: HeaderEntry
     parts: tuple[str, ...]
     expert: int
     take: Take
@@ -118,13 +118,13 @@ def _with_gates_between(tensors: Sequence[Translated]) -> Iterator[Translated]:
             yield each
         elif each.entry.name == stack.parts[0]:
             parts = [by_name[name] for name in stack.parts]
-            entry = Entry(stack.name, each.entry.type, stack.shape(each.entry.shape))
+            entry = HeaderEntry(stack.name, each.entry.type, stack.shape(each.entry.shape))
             takes = [part.take for part in parts]
             take: Take = lambda stack=stack, takes=takes: stack.join([t() for t in takes])  # noqa: E731
             yield replace(each, entry=entry, hub_name=stack.name, take=take)
 
 
-def _slices(source: SourceCheckpoint, name: str) -> Iterator[tuple[Entry, Take]]:
+def _slices(source: SourceCheckpoint, name: str) -> Iterator[tuple[HeaderEntry, Take]]:
     tensor, slices = source.tensors[name], source.slices(name)
     half, other, whole = half_of_expansion(name)
     if half:
@@ -137,12 +137,12 @@ def _slices(source: SourceCheckpoint, name: str) -> Iterator[tuple[Entry, Take]]
             first, rank = source.tensors[other].shape, tensor.shape[2]
             shape = (tensor.shape[0] * (tensor.shape[1] + first[2]), rank)
             take = lambda: join_expansion(name, source.weight(other), source.weight(name))  # noqa: E731
-            yield Entry(whole, "F32", shape), take
+            yield HeaderEntry(whole, "F32", shape), take
         return
     if not slices:
-        yield Entry(name, tensor.type, tensor.shape), lambda: source.weight(name)
+        yield HeaderEntry(name, tensor.type, tensor.shape), lambda: source.weight(name)
     for each in slices:
-        entry = Entry(each.name, tensor.type, each.shape)
+        entry = HeaderEntry(each.name, tensor.type, each.shape)
         yield entry, lambda each=each: each.take(source.weight(name))
 
 
@@ -265,7 +265,7 @@ def _join(name: str, slot: _Slot, pieces: Sequence[_Piece], source: SourceCheckp
         whole = _over_one_another([each() for each in takes], shape)
         return StoredWeight.from_tensor(whole.dense.float() + plus) if plus else whole
 
-    return Translated(Entry(name, first.type, shape), hub_name, is_rounded, is_small, take)
+    return Translated(HeaderEntry(name, first.type, shape), hub_name, is_rounded, is_small, take)
 
 
 def place_of_parts(name: str, names: NameMap, mark: str) -> bool:

@@ -51,7 +51,7 @@ _log = logger("banyan.ops.cpu.build")
 
 
 @dataclass(frozen=True)
-class Job:
+class BuildJob:
     """Arguments of this process: what to build.
 
     Attributes:
@@ -162,7 +162,7 @@ class _Progress:
         _log.info(line, self._number - self._waiting, self._number, left_s)
 
 
-def build(job: Job, commands: _Commands) -> str:
+def build(job: BuildJob, commands: _Commands) -> str:
     """Build with the first compiler that works. Returns "", or why none did."""
     target = Path(job.target)
     with _locked(target.parent / "lock", commands):
@@ -233,7 +233,7 @@ def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _
 def main() -> None:
     """Carry out the job on the command line, until it is done or standard input ends."""
     given = json.loads(sys.argv[1])
-    job = Job(given["target"], given["isa"], tuple(map(tuple, given["compilers"])))
+    job = BuildJob(given["target"], given["isa"], tuple(map(tuple, given["compilers"])))
     start_logging("kernels", "info")
     commands = _Commands()
     signal.signal(signal.SIGTERM, lambda *_: None)  # for the compilers of this group

@@ -116,7 +116,7 @@ class Library:
         where = (ctypes.c_int32 * threads)(*cpus) if cpus else None
         self._pool = self._functions["bn_pool_new"](threads, where)
         self._scratch = self._functions["bn_program_new"]()
-        self._recording: Recording | None = None
+        self._recording: LibraryRecording | None = None
         self._close = weakref.finalize(self, _free, self._functions, self._pool, self._scratch)
 
     @property
@@ -167,7 +167,7 @@ class Library:
         return self._recording is not None
 
     @property
-    def recording(self) -> "Recording | None":
+    def recording(self) -> "LibraryRecording | None":
         """The program that is being recorded, if any."""
         return self._recording
 
@@ -214,7 +214,7 @@ class Library:
 
     def record(
         self, work: Callable[[], Tensor], tokens: int, outputs: int, replicas: int = 1
-    ) -> "Recording":
+    ) -> "LibraryRecording":
         """Record the ops that `work` calls, for any number of tokens and outputs up to these.
 
         Args:
@@ -230,7 +230,7 @@ class Library:
             leading |= {replicas * tokens: ALL_TOKENS, replicas * outputs: ALL_OUTPUTS}
         if len(leading) < (4 if replicas > 1 else 2):
             raise ValueError("tokens and outputs must differ, because they identify the sizes")
-        recording = Recording(self, self._functions, leading)
+        recording = LibraryRecording(self, self._functions, leading)
         self._recording = recording
         try:
             with _OnlyViews():
@@ -240,7 +240,7 @@ class Library:
         return recording
 
 
-class Recording:
+class LibraryRecording:
     """A recorded program and its memory. Runs for any sizes up to the recorded ones."""
 
     result: Tensor

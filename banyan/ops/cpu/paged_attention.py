@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from banyan.ops.bind import Kernel, OpSpec
-from banyan.ops.cpu.library import Library, Recording
+from banyan.ops.cpu.library import Library, LibraryRecording
 from banyan.ops.pages import FLOAT8
 
 PAGES = "by head, K transposed"
@@ -38,7 +38,7 @@ class PagedAttention:
     library: Library
     shares_prefixes: bool = True
     rounds: bool = False
-    _plans: "WeakKeyDictionary[Recording, dict[tuple[int, ...], np.ndarray]]" = field(
+    _plans: "WeakKeyDictionary[LibraryRecording, dict[tuple[int, ...], np.ndarray]]" = field(
         default_factory=WeakKeyDictionary
     )
 

@@ -40,7 +40,7 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class BlockType:
+class PackedBlockType:
     """
     Attributes:
         bits: bits of a number in memory, 4 or 8.
@@ -93,15 +93,15 @@ def _counted(levels: blocks.Counted) -> Levels:
 
 
 BLOCK_TYPES = {
-    "Q8_0": BlockType(8, 0, 32, _q8_0),
-    "Q4_0": BlockType(4, 8, 32, _q4_0),
-    "Q4_1": BlockType(4, 0, 32, _q4_1),
-    "Q5_0": BlockType(8, 0, 32, _q5_0),
-    "Q5_1": BlockType(8, 0, 32, _q5_1),
-    "IQ4_NL": BlockType(8, 0, 32, _iq4_nl),
-    "Q4_K": BlockType(4, 0, 32, lambda raw: _counted(blocks.counted_q4_k(raw))),
-    "Q5_K": BlockType(8, 0, 32, lambda raw: _counted(blocks.counted_q5_k(raw))),
-    "Q6_K": BlockType(8, 0, 16, lambda raw: _counted(blocks.counted_q6_k(raw))),
+    "Q8_0": PackedBlockType(8, 0, 32, _q8_0),
+    "Q4_0": PackedBlockType(4, 8, 32, _q4_0),
+    "Q4_1": PackedBlockType(4, 0, 32, _q4_1),
+    "Q5_0": PackedBlockType(8, 0, 32, _q5_0),
+    "Q5_1": PackedBlockType(8, 0, 32, _q5_1),
+    "IQ4_NL": PackedBlockType(8, 0, 32, _iq4_nl),
+    "Q4_K": PackedBlockType(4, 0, 32, lambda raw: _counted(blocks.counted_q4_k(raw))),
+    "Q5_K": PackedBlockType(8, 0, 32, lambda raw: _counted(blocks.counted_q5_k(raw))),
+    "Q6_K": PackedBlockType(8, 0, 16, lambda raw: _counted(blocks.counted_q6_k(raw))),
 }
 """Storage types that stay quantised."""
 
@@ -111,7 +111,7 @@ class PackedNumbers:
     """A weight [outputs, inputs] on the device.
 
     Attributes:
-        bits, base: as in `BlockType`.
+        bits, base: as in `PackedBlockType`.
         group: inputs that share a factor, a multiple of the chunk.
         numbers: [chunks, padded outputs, inputs of a chunk] int8, or [chunks/2, …] uint8 for 4
             bits.

@@ -24,7 +24,7 @@ _ANY = 1 << 62
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ExpertTiles:
     """Block sizes of the products: rows and columns of a result, and inputs per step.
 
     Attributes:
@@ -40,16 +40,18 @@ class Tiles:
     stages: int
 
 
-def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """Tiles by the average number of rows per expert."""
+def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> ExpertTiles:
+    """ExpertTiles by the average number of rows per expert."""
     mean = pairs / experts
     if dtype == torch.float32:
-        return Tiles(16, 32, 32, 32, 4, 2) if mean <= 16 else Tiles(64, 32, 64, 32, 4, 2)
+        return (
+            ExpertTiles(16, 32, 32, 32, 4, 2) if mean <= 16 else ExpertTiles(64, 32, 64, 32, 4, 2)
+        )
     if mean <= 16:
-        return Tiles(16, 32, 64, 128, 4, 4)
+        return ExpertTiles(16, 32, 64, 128, 4, 4)
     if mean <= 64:
-        return Tiles(64, 128, 256, 64, 8, 3)
-    return Tiles(128, 128, 256, 64, 8, 4)
+        return ExpertTiles(64, 128, 256, 64, 8, 3)
+    return ExpertTiles(128, 128, 256, 64, 8, 4)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from banyan.parsers.answer_deltas import (
 from banyan.requests.generation import Finish, TextChunk, Usage
 from banyan.server.anthropic.conversation import signature
 from banyan.server.errors import Json
-from banyan.server.openai.chat.answer import Choice
+from banyan.server.openai.chat.answer import ChatChoice
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import why_no_more
 
@@ -42,7 +42,7 @@ class Blocks:
         hides_thinking: blocks of thinking are empty but for their signature.
     """
 
-    def __init__(self, choice: Choice, hides_thinking: bool) -> None:
+    def __init__(self, choice: ChatChoice, hides_thinking: bool) -> None:
         self._choice = choice
         self._hides_thinking = hides_thinking
         self._open = ""
@@ -119,7 +119,7 @@ class MessageAnswer:
         hides_thinking: bool,
         with_cache: bool,
     ) -> None:
-        self._choice = Choice(plan)
+        self._choice = ChatChoice(plan)
         self._blocks = Blocks(self._choice, hides_thinking)
         self._id = id
         self._model = model

@@ -77,7 +77,7 @@ class ServerEnding(Exception):
 
 
 @dataclass(frozen=True)
-class Line:
+class BatchLine:
     """One request of a batch."""
 
     custom_id: str
@@ -91,14 +91,14 @@ class Line:
 
 def read_lines(
     content: bytes, endpoint: str = "", tenant: bytes = b""
-) -> tuple[list[Line], list[Fault]]:
+) -> tuple[list[BatchLine], list[Fault]]:
     """The requests of an input file and its faults. A file with faults must not run.
 
     Args:
         endpoint: the only route that lines may name; "" = any of `endpoints`.
         tenant: digest of the caller's key.
     """
-    lines: list[Line] = []
+    lines: list[BatchLine] = []
     faults: list[Fault] = []
     seen: Counter[str] = Counter()
     for number, text in enumerate(io.BytesIO(content), 1):
@@ -124,7 +124,7 @@ def read_lines(
     return lines, faults
 
 
-def _line(text: bytes, endpoint: str, tenant: bytes) -> Line:
+def _line(text: bytes, endpoint: str, tenant: bytes) -> BatchLine:
     line = strict_json(text)
     if not isinstance(line, dict):
         raise RequestError("the line is not a JSON object", code="invalid_json_line")
@@ -143,12 +143,12 @@ def _line(text: bytes, endpoint: str, tenant: bytes) -> Line:
     for name in ("stream", "background"):
         if body.get(name):
             raise RequestError(f"a line of a batch has one answer; leave out {name}", param="body")
-    return Line(custom_id, url, body, tenant)
+    return BatchLine(custom_id, url, body, tenant)
 
 
 async def run_lines(
     state: ServerState,
-    lines: Sequence[Line],
+    lines: Sequence[BatchLine],
     answers: AnswerLog,
     on_progress: Callable[[], None],
     share: float = 0.5,
@@ -189,7 +189,7 @@ async def run_lines(
 
 async def _run_group(
     state: ServerState,
-    lines: Sequence[Line],
+    lines: Sequence[BatchLine],
     answers: AnswerLog,
     on_progress: Callable[[], None],
     width: int,
@@ -223,7 +223,7 @@ async def _run_group(
 
 async def _work(
     state: ServerState,
-    waiting: Iterator[Line],
+    waiting: Iterator[BatchLine],
     running: dict[str, None],
     done: "asyncio.Queue[tuple[str, bool, bytes] | BaseException | None]",
     max_running: int,
@@ -245,7 +245,7 @@ async def _work(
         await done.put(None)
 
 
-async def _run_line(state: ServerState, line: Line) -> tuple[str, bool, bytes]:
+async def _run_line(state: ServerState, line: BatchLine) -> tuple[str, bool, bytes]:
     """The answer to a line. A refusal because of the load is retried, NUM_RETRIES times at most."""
     for attempt in range(NUM_RETRIES):
         reply = await _send(state, line)
@@ -273,7 +273,7 @@ def _is_lost(reply: "_Reply") -> bool:
     return isinstance(error, dict) and error.get("code") in _LOST
 
 
-def _given_up(line: Line) -> tuple[str, bool, bytes]:
+def _given_up(line: BatchLine) -> tuple[str, bool, bytes]:
     """The answer to a line that failed because engines died of it."""
     message = f"The engine has died {MAX_DEATHS} times while it ran this line; it is not run again"
     error = RequestError(message, status=500, code="engine_died")
@@ -304,7 +304,7 @@ def labels_header(state: ServerState) -> bytes:
     return state.config.observe.labels_header.lower().encode()
 
 
-def _body(state: ServerState, line: Line, exchange: HttpExchange) -> Json:
+def _body(state: ServerState, line: BatchLine, exchange: HttpExchange) -> Json:
     """The body of a line at the priority of batches. Its response is not stored."""
     body = _with_priority(state, line.body)
     if line.url != "/v1/responses":
@@ -322,7 +322,7 @@ def _with_priority(state: ServerState, body: Json) -> Json:
     return {"priority": -LOW_PRIORITY if not schedule.low_priority_first else LOW_PRIORITY, **body}
 
 
-async def _send(state: ServerState, line: Line) -> _Reply:
+async def _send(state: ServerState, line: BatchLine) -> _Reply:
     """Run one line through the handler of its route."""
     reply = _Reply("", [])
     labels = [(labels_header(state), line.labels.encode("latin-1"))] if line.labels else []

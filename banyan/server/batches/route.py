@@ -16,7 +16,7 @@ from banyan.base.errors import BanyanError, ConfigError, RequestError
 from banyan.base.log import logger
 from banyan.server.batches.lines import (
     RETRY_S,
-    Line,
+    BatchLine,
     ServerEnding,
     endpoints,
     labels_header,
@@ -29,7 +29,7 @@ from banyan.server.openai.fields import typed
 from banyan.server.openai.files import PURPOSE, listed, page
 from banyan.server.state import ServerState
 from banyan.server.store.batch_output import AnswerLog
-from banyan.server.store.batches import Batch, BatchStore, Fault
+from banyan.server.store.batches import BatchStore, Fault, StoredBatch
 from banyan.server.store.files import STORAGE_FULL
 from banyan.server.store.folder import owner_of
 from banyan.server.store.storage import Storage
@@ -98,7 +98,7 @@ async def _create(exchange: HttpExchange, state: ServerState) -> None:
     storage, owner = await state.storage.ready(), owner_of(exchange.context.tenant)
     _check(asked, storage, owner)
     await storage.batches.make_room()
-    made = Batch(
+    made = StoredBatch(
         id=storage.batches.fresh_id(),
         endpoint=asked.endpoint,
         input_file_id=asked.input_file_id,
@@ -138,7 +138,7 @@ def _check(asked: BatchRequest, storage: Storage, owner: str) -> None:
         )
 
 
-async def _cancel(state: ServerState, found: Batch) -> Batch:
+async def _cancel(state: ServerState, found: StoredBatch) -> StoredBatch:
     if found.is_over or found.status == "finalizing":
         raise RequestError(
             f"the batch is {found.status}; only a batch that runs can be cancelled",
@@ -244,7 +244,7 @@ async def _run(state: ServerState, id: str) -> None:
     files.grown(id)
 
 
-async def _read(storage: Storage, batch: Batch) -> tuple[list[Line], list[Fault]]:
+async def _read(storage: Storage, batch: StoredBatch) -> tuple[list[BatchLine], list[Fault]]:
     try:
         content = await storage.files.content(batch.input_file_id)
     except (RequestError, OSError) as error:
@@ -291,19 +291,19 @@ async def _finish(storage: Storage, id: str) -> None:
     await store.save(_entered(store.batches[id], ended))
 
 
-def _with_deaths(batch: Batch, running: Sequence[str]) -> Batch:
+def _with_deaths(batch: StoredBatch, running: Sequence[str]) -> StoredBatch:
     """The batch with one more death for each running line."""
     more = {custom_id: batch.deaths.get(custom_id, 0) + 1 for custom_id in running}
     log.warning("the engine died on a batch id=%s lines=%d", batch.id, len(more))
     return msgspec.structs.replace(batch, deaths={**batch.deaths, **more})
 
 
-def _entered(batch: Batch, status: str) -> Batch:
+def _entered(batch: StoredBatch, status: str) -> StoredBatch:
     times = {**batch.times, status: int(time.time())}
     return msgspec.structs.replace(batch, status=status, times=times)
 
 
-def _shown(batch: Batch, storage: Storage) -> Json:
+def _shown(batch: StoredBatch, storage: Storage) -> Json:
     faults = [
         {"code": f.code, "message": f.message, "line": f.line or None, "param": f.param or None}
         for f in batch.faults

@@ -37,7 +37,7 @@ class VectorRequest(msgspec.Struct, frozen=True, kw_only=True):
     extra_key: str | None = None
 
 
-class NativeRequest(VectorRequest, frozen=True, kw_only=True):
+class EncodeRequest(VectorRequest, frozen=True, kw_only=True):
     text: object = None
     input_ids: object = None
     dimensions: int | None = None
@@ -52,10 +52,10 @@ async def encode(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit_to_queue(exchange.context.id)
     vectors = vector_service(service, state)
 
-    def read(raw: Json) -> tuple[NativeRequest, list[RequestSpec], bool]:
+    def read(raw: Json) -> tuple[EncodeRequest, list[RequestSpec], bool]:
         known = {*COMMON, "text", "input_ids", "dimensions", "sampling_params"}
         refuse_fields(raw, known, exchange.context)
-        request = typed(raw, NativeRequest)
+        request = typed(raw, EncodeRequest)
         if (request.text is None) == (request.input_ids is None):
             raise RequestError("Exactly one of text and input_ids must be given.", param="text")
         name = "text" if request.input_ids is None else "input_ids"

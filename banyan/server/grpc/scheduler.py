@@ -63,7 +63,7 @@ class OpenCall(Protocol):
         ...
 
 
-class Admission(Protocol):
+class CallAdmission(Protocol):
     """Checks calls and ends them in order (`listener.Calls`)."""
 
     def enter(
@@ -74,7 +74,7 @@ class Admission(Protocol):
 class SglangScheduler(service.SglangSchedulerServicer):
     """The methods of the service, over the server's state."""
 
-    def __init__(self, state: ServerState, calls: Admission) -> None:
+    def __init__(self, state: ServerState, calls: CallAdmission) -> None:
         self._state = state
         self._calls = calls
 

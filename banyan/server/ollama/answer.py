@@ -15,7 +15,7 @@ from banyan.parsers.answer_deltas import (
 )
 from banyan.requests.generation import TextChunk
 from banyan.server.errors import Json
-from banyan.server.openai.chat.answer import Choice
+from banyan.server.openai.chat.answer import ChatChoice
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import chat_logprobs, why_no_more
 from banyan.server.state import Service
@@ -45,7 +45,7 @@ class OllamaAnswer:
     ) -> None:
         self._with_cache = with_cache
         self._service = service
-        self._choice = Choice(plan)
+        self._choice = ChatChoice(plan)
         self._top = plan.top
         self._model = model
         self._is_chat = is_chat

@@ -5,13 +5,18 @@ import msgspec
 from banyan.server.http.route import Body, Route
 from banyan.server.ollama import embed, models, text
 from banyan.server.ollama.dialect import OLLAMA
-from banyan.server.ollama.schema import ChatRequest, EmbedRequest, GenerateRequest, ShowRequest
+from banyan.server.ollama.schema import (
+    EmbedRequest,
+    GenerateRequest,
+    OllamaChatRequest,
+    ShowRequest,
+)
 from banyan.server.state import Handler
 
 _POST = ("POST",)
 
 _POST_ROUTES: tuple[tuple[str, Handler, str, type[msgspec.Struct]], ...] = (
-    ("/api/chat", text.chat, "Chat", ChatRequest),
+    ("/api/chat", text.chat, "Chat", OllamaChatRequest),
     ("/api/generate", text.generate, "Generate a completion", GenerateRequest),
     ("/api/embed", embed.embed, "Create embeddings", EmbedRequest),
     ("/api/embeddings", embed.embed_prompt, "Create one embedding (older form)", EmbedRequest),

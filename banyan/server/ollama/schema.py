@@ -27,7 +27,7 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int | None = None
 
 
-class ChatRequest(TextRequest, frozen=True, kw_only=True):
+class OllamaChatRequest(TextRequest, frozen=True, kw_only=True):
     messages: list[Message] | None = None
     tools: list[object] | None = None
 

@@ -12,7 +12,7 @@ from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.ollama.answer import OllamaAnswer, now
 from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
-from banyan.server.ollama.schema import ChatRequest, GenerateRequest, TextRequest
+from banyan.server.ollama.schema import GenerateRequest, OllamaChatRequest, TextRequest
 from banyan.server.ollama.translate import FIELD_NAMES, chat_body, prompt_body, raw_body
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.completions import filled_in
@@ -28,8 +28,8 @@ async def chat(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
     report = reporter(exchange.context, FIELD_NAMES)
 
-    def read(raw: Json) -> tuple[ChatRequest, _Asked | None]:
-        request = typed_from(raw, ChatRequest, report)
+    def read(raw: Json) -> tuple[OllamaChatRequest, _Asked | None]:
+        request = typed_from(raw, OllamaChatRequest, report)
         if not request.messages:
             return request, None
         body = chat_body(request, report)
@@ -116,7 +116,7 @@ async def _answer(
         await _say_loaded(exchange, state, request, empty)
         return
     chat, plan = asked.chat, asked.plan
-    is_chat, with_cache = isinstance(request, ChatRequest), state.config.server.cache_report
+    is_chat, with_cache = isinstance(request, OllamaChatRequest), state.config.server.cache_report
     answer = OllamaAnswer(service, plan, asked.model, is_chat, started_ns, with_cache)
     kept = []
     with state.open.holding(plan.asked, exchange.context.tenant):

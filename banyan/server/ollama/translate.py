@@ -8,9 +8,9 @@ from banyan.server.errors import Json
 from banyan.server.ollama.schema import (
     IDLE,
     SAMPLING,
-    ChatRequest,
     GenerateRequest,
     Message,
+    OllamaChatRequest,
     TextRequest,
 )
 from banyan.server.openai.fields import Report
@@ -55,7 +55,7 @@ class Pending:
         return None
 
 
-def chat_body(request: ChatRequest, report: Report) -> Json:
+def chat_body(request: OllamaChatRequest, report: Report) -> Json:
     """The body of a chat request; RequestError when a field is malformed."""
     given = request.messages or []
     check_messages(len(given))

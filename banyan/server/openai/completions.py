@@ -50,7 +50,7 @@ async def completions(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit_to_queue(exchange.context.id)
     server, context = state.config.server, exchange.context
 
-    def read(raw: Json) -> tuple[CompletionRequest, str, Plan]:
+    def read(raw: Json) -> tuple[CompletionRequest, str, CompletionPlan]:
         request = read_fields(raw, CompletionRequest, context)
         try:
             count = _count(service, request.prompt)
@@ -73,7 +73,7 @@ async def completions(exchange: HttpExchange, state: ServerState) -> None:
             await exchange.json(await off_loop(shown_bytes(chunks), lambda: answer.whole(chunks)))
 
 
-class Plan:
+class CompletionPlan:
     """The sequences of one completion request: `best_of` per prompt; the best `n` are answered."""
 
     def __init__(self, asked: list[RequestSpec], echoes: list[str], n: int, best_of: int) -> None:
@@ -93,7 +93,7 @@ def _plan(
     raw: Json,
     request: CompletionRequest,
     adapters: Sequence[str],
-) -> Plan:
+) -> CompletionPlan:
     prompts = _prompts(request.prompt)
     best_of = min(_sequences_of(raw, request), service.limits.max_n)
     if len(prompts) * best_of > service.limits.max_sequences:
@@ -136,7 +136,7 @@ def _plan(
         PromptSpec(ids, parsed, scores(ids), adapter, count=best_of)
         for (ids, parsed), adapter in zip(found, adapters or [""] * len(found), strict=True)
     ]
-    return Plan(specs_of(context, request, specs, "completion"), echoes, n, best_of)
+    return CompletionPlan(specs_of(context, request, specs, "completion"), echoes, n, best_of)
 
 
 def _count(service: Service, prompt: object) -> int:
@@ -226,7 +226,7 @@ class CompletionAnswer:
         self,
         service: Service,
         rid: str,
-        plan: Plan,
+        plan: CompletionPlan,
         request: CompletionRequest,
         model: str,
         with_cache: bool,
@@ -358,7 +358,7 @@ async def _stream(
     service: Service,
     request: CompletionRequest,
     answer: CompletionAnswer,
-    plan: Plan,
+    plan: CompletionPlan,
 ) -> None:
     options = request.stream_options
     async with aclosing(run(service.generator, plan.asked)) as chunks:

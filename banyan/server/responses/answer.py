@@ -11,14 +11,14 @@ from banyan.base.errors import RequestError
 from banyan.parsers.answer_deltas import TextDelta, ToolCallStart
 from banyan.requests.generation import TextChunk, Usage, cache_miss
 from banyan.server.errors import Json
-from banyan.server.openai.chat.answer import Choice
+from banyan.server.openai.chat.answer import ChatChoice
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import chat_logprobs
 from banyan.server.responses.output import Output
 from banyan.server.responses.request import ResponsesRequest
 from banyan.server.responses.tools import Offered, Shown, shown_tools
 from banyan.server.state import Service
-from banyan.server.tool_servers.base import Outcome
+from banyan.server.tool_servers.base import ToolOutcome
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ResponseAnswer:
     ) -> None:
         self._service = service
         self._plan = plan
-        self._choice = Choice(plan)
+        self._choice = ChatChoice(plan)
         self._output = Output(offered.labels)
         self._listings = listings
         self._with_cache = with_cache
@@ -120,7 +120,7 @@ class ResponseAnswer:
         """Start the next turn, with the results of the calls."""
         self._past, self._usage = self._counted(), None
         self._turn_start = len(self._output.items)
-        self._plan, self._choice = plan, Choice(plan)
+        self._plan, self._choice = plan, ChatChoice(plan)
 
     def events(self, chunk: TextChunk) -> list[Json]:
         """The events of one chunk, with the end of the response."""
@@ -139,7 +139,7 @@ class ResponseAnswer:
                 found += self._over(reason)
         return [self._event(event) for event in found]
 
-    def answered(self, index: int, outcome: Outcome) -> list[Json]:
+    def answered(self, index: int, outcome: ToolOutcome) -> list[Json]:
         """The events of a call after its tool server returned."""
         return [self._event(event) for event in self._output.answer_call(index, outcome)]
 

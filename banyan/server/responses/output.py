@@ -15,7 +15,7 @@ from banyan.parsers.answer_deltas import (
 )
 from banyan.server.errors import Json
 from banyan.server.responses.items import new_id
-from banyan.server.tool_servers.base import Outcome, ServerTool
+from banyan.server.tool_servers.base import ServerTool, ToolOutcome
 
 _MESSAGE, _REASONING = "message", "reasoning"
 _CALL, _SERVER_CALL = "function_call", "mcp_call"
@@ -104,7 +104,7 @@ class Output:
             _item_event("done", index, self.items[index]),
         ]
 
-    def answer_call(self, index: int, outcome: Outcome) -> list[Json]:
+    def answer_call(self, index: int, outcome: ToolOutcome) -> list[Json]:
         """Events of a call after its tool server returned."""
         self.waiting.remove(index)
         status = "failed" if outcome.error else "completed"

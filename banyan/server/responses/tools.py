@@ -14,9 +14,9 @@ from banyan.base.errors import RequestError
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Report, typed
 from banyan.server.tool_servers.base import (
-    Line,
-    Outcome,
     ServerTool,
+    ToolConnection,
+    ToolOutcome,
     ToolServer,
     ToolServers,
     not_understood,
@@ -200,9 +200,9 @@ class ServerCalls:
 
     offered: Offered
     limit: int
-    _lines: dict[str, Line] = field(default_factory=dict)
+    _lines: dict[str, ToolConnection] = field(default_factory=dict)
 
-    async def outcome(self, item: Json) -> Outcome:
+    async def outcome(self, item: Json) -> ToolOutcome:
         """Call the item's tool server, and return the outcome."""
         if self.limit <= 0:
             return refused("not called: this response may make no more calls")
@@ -217,7 +217,7 @@ class ServerCalls:
         self._lines.clear()
         await asyncio.gather(*(line.close() for line in lines))
 
-    def _line(self, label: str) -> Line:
+    def _line(self, label: str) -> ToolConnection:
         if label not in self._lines:
             (server,) = (one.server for one in self.offered.shown if one.label == label)
             self._lines[label] = server.open()

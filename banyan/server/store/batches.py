@@ -26,7 +26,7 @@ class Fault(msgspec.Struct, frozen=True):
     param: str = ""
 
 
-class Batch(msgspec.Struct, frozen=True):
+class StoredBatch(msgspec.Struct, frozen=True):
     """One batch. The ids of its output files are chosen at creation; the files exist at the end.
 
     Attributes:
@@ -71,7 +71,7 @@ class BatchStore:
     """The batches of one folder, by id, oldest first."""
 
     folder: Folder
-    batches: dict[str, Batch] = field(default_factory=dict)
+    batches: dict[str, StoredBatch] = field(default_factory=dict)
     work: asyncio.Task[None] | None = None
     """The task that runs the batches; None = not started yet."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,13 +80,13 @@ class BatchStore:
 
     def load(self) -> None:
         """Read the batches in the folder."""
-        found = self.folder.read_all(f"{_PREFIX}*.json", Batch)
+        found = self.folder.read_all(f"{_PREFIX}*.json", StoredBatch)
         self.batches = {b.id: b for b in sorted(found, key=lambda b: (b.created_at, b.id))}
 
-    def all(self, owner: str) -> list[Batch]:
+    def all(self, owner: str) -> list[StoredBatch]:
         return [b for b in self.batches.values() if may_see(b.owner, owner)]
 
-    def find(self, id: str, owner: str) -> Batch:
+    def find(self, id: str, owner: str) -> StoredBatch:
         """The batch; RequestError 404 if `owner` has none with this id."""
         found = self.batches.get(id)
         if found is None or not may_see(found.owner, owner):
@@ -98,11 +98,11 @@ class BatchStore:
             )
         return found
 
-    def next(self, model: str) -> Batch | None:
+    def next(self, model: str) -> StoredBatch | None:
         """The oldest batch that a server of `model` can continue."""
         return next((b for b in self.batches.values() if b.is_for(model)), None)
 
-    async def save(self, batch: Batch) -> None:
+    async def save(self, batch: StoredBatch) -> None:
         """Store a new state of a batch; it is on disk at return."""
         self.batches[batch.id] = batch
         async with self._saving:

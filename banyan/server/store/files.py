@@ -36,7 +36,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     owner: str = EVERYBODY
 
 
-class FileStore:
+class UploadedFiles:
     """The files of one folder, by id, oldest first. Call its methods on one event loop."""
 
     def __init__(self, folder: Folder) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from banyan.config.schema import ServerConfig
 from banyan.server.store.batches import BatchStore
-from banyan.server.store.files import FileStore
+from banyan.server.store.files import UploadedFiles
 from banyan.server.store.folder import Folder
 
 _HOME = "~/.local/state/banyan"
@@ -22,7 +22,7 @@ class Storage:
         self._folder = Folder(path)
         self._is_open = False
         self._opening = asyncio.Lock()
-        self.files = FileStore(self._folder)
+        self.files = UploadedFiles(self._folder)
         self.batches = BatchStore(self._folder)
 
     async def ready(self) -> "Storage":

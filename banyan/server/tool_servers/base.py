@@ -30,30 +30,30 @@ class ServerTool:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ToolOutcome:
     """The result of a call: `output`, or the `error` of an mcp_call item."""
 
     output: str = ""
     error: Json | None = None
 
 
-def gave(text: str) -> Outcome:
-    return Outcome(output=_cut(text))
+def gave(text: str) -> ToolOutcome:
+    return ToolOutcome(output=_cut(text))
 
 
-def refused(text: str) -> Outcome:
+def refused(text: str) -> ToolOutcome:
     """The tool reported a failure."""
-    return Outcome(error={"type": "mcp_tool_execution_error", "content": _cut(text)})
+    return ToolOutcome(error={"type": "mcp_tool_execution_error", "content": _cut(text)})
 
 
-def not_understood(code: int, message: str) -> Outcome:
+def not_understood(code: int, message: str) -> ToolOutcome:
     """The tool server refused the call with a JSON-RPC error."""
-    return Outcome(error={"type": "mcp_protocol_error", "code": code, "message": _cut(message)})
+    return ToolOutcome(error={"type": "mcp_protocol_error", "code": code, "message": _cut(message)})
 
 
-def not_reached(code: int, message: str) -> Outcome:
+def not_reached(code: int, message: str) -> ToolOutcome:
     """The tool server cannot be reached (502) or did not respond in time (504)."""
-    return Outcome(error={"type": "http_error", "code": code, "message": _cut(message)})
+    return ToolOutcome(error={"type": "http_error", "code": code, "message": _cut(message)})
 
 
 def _cut(text: str) -> str:
@@ -62,10 +62,10 @@ def _cut(text: str) -> str:
     return f"{text[:MAX_OUTPUT_CHARS]}\n[cut: {MAX_OUTPUT_CHARS} of {len(text)} characters]"
 
 
-class Line(Protocol):
+class ToolConnection(Protocol):
     """Runs the tool calls of one response, one after the other."""
 
-    async def call(self, name: str, arguments: Json) -> Outcome: ...
+    async def call(self, name: str, arguments: Json) -> ToolOutcome: ...
 
     async def close(self) -> None: ...
 
@@ -83,7 +83,7 @@ class ToolServer(Protocol):
     url: str
     tools: Mapping[str, ServerTool]
 
-    def open(self) -> Line: ...
+    def open(self) -> ToolConnection: ...
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from banyan.server.errors import Json
-from banyan.server.tool_servers.base import Outcome, ServerTool, gave, not_understood, refused
+from banyan.server.tool_servers.base import ServerTool, ToolOutcome, gave, not_understood, refused
 
 _MAX_CHARS = 200
 _MAX_BITS = 4096
@@ -71,7 +71,7 @@ class DemoServer:
     def open(self) -> "DemoServer":
         return self
 
-    async def call(self, name: str, arguments: Json) -> Outcome:
+    async def call(self, name: str, arguments: Json) -> ToolOutcome:
         argument = "expression" if name == "calculator" else "time_zone"
         text = arguments.get(argument, None if name == "calculator" else "UTC")
         if not isinstance(text, str) or arguments.keys() - {argument}:

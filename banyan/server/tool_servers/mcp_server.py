@@ -19,8 +19,8 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.server.errors import Json
 from banyan.server.tool_servers.base import (
-    Outcome,
     ServerTool,
+    ToolOutcome,
     gave,
     not_reached,
     not_understood,
@@ -36,7 +36,7 @@ _BAD_GATEWAY, _GATEWAY_TIMEOUT = 502, 504
 _INTERNAL_ERROR = -32603
 """JSON-RPC: the response cannot be used."""
 
-_Call = tuple[str, Json, "asyncio.Future[Outcome]"]
+_Call = tuple[str, Json, "asyncio.Future[ToolOutcome]"]
 
 
 class McpServer:
@@ -60,13 +60,13 @@ class McpLine:
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self._session: asyncio.Task[None] | None = None
 
-    async def call(self, name: str, arguments: Json) -> Outcome:
+    async def call(self, name: str, arguments: Json) -> ToolOutcome:
         if self._session is not None and self._session.done():  # broken since the last call
             await self.close()
         if self._session is None:
             self._calls = asyncio.Queue()
             self._session = asyncio.create_task(_session(self._url, self._calls))
-        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ToolOutcome] = asyncio.get_running_loop().create_future()
         self._calls.put_nowait((name, arguments, answer))
         either = (answer, self._session)
         await asyncio.wait(either, timeout=CALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -84,7 +84,7 @@ class McpLine:
             session.cancel()
             await asyncio.gather(session, return_exceptions=True)
 
-    def _broken(self, name: str, why: str, code: int = _BAD_GATEWAY) -> Outcome:
+    def _broken(self, name: str, why: str, code: int = _BAD_GATEWAY) -> ToolOutcome:
         log.warning("tool call failed server=%s tool=%s: %s", self._label, name, why)
         return not_reached(code, f"the tool server {self._label!r} failed: {why}")
 
@@ -147,7 +147,7 @@ async def _session(url: str, calls: "asyncio.Queue[_Call]") -> None:
                 answer.set_result(outcome)
 
 
-async def _outcome(client: mcp.Client, name: str, arguments: Json) -> Outcome:
+async def _outcome(client: mcp.Client, name: str, arguments: Json) -> ToolOutcome:
     try:
         result = await client.call_tool(name, arguments)
     except mcp.MCPError as error:

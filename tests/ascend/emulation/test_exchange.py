@@ -11,7 +11,7 @@ import torch
 from banyan.ascend.expert_exchange import A2, A3, MIB, dispatch_of
 from banyan.ascend.hccl import HcclCollectives
 from banyan.ascend.launch.expert_rules import buffer_bytes as launched
-from banyan.ascend.launch.facts import Model
+from banyan.ascend.launch.facts import LaunchModel
 from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.operators import Operators
 from banyan.ascend.platform import NpuPlatform
@@ -266,7 +266,7 @@ def test_a_chip_is_known_by_its_name() -> None:
 
 @pytest.mark.parametrize(("soc", "limits"), [("A2", A2), ("A3", A3)])
 def test_the_buffer_is_what_the_launcher_computes(soc: str, limits: Dispatch) -> None:
-    model = Model(name="", experts=256, experts_per_token=8, hidden=7168)
+    model = LaunchModel(name="", experts=256, experts_per_token=8, hidden=7168)
     for tokens, ranks in ((24, 16), (8, 32), (256, 64)):
         size = (tokens, 7168, 8, ranks, 256)
         assert limits.buffer_bytes(*size) == launched(soc, tokens, ranks, model)

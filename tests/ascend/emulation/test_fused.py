@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from banyan.ascend.driver import open_deep_ep
 from banyan.ascend.expert_exchange import FUSED, MIB
 from banyan.ascend.launch.expert_rules import buffer_bytes as launched
-from banyan.ascend.launch.facts import Model
+from banyan.ascend.launch.facts import LaunchModel
 from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.experts import as_bits, interleaved
 from banyan.ascend.ops.operators import Fuser
@@ -191,7 +191,7 @@ def test_an_operator_of_8_bits_needs_less_of_the_buffer() -> None:
 
 
 def test_the_buffer_is_what_the_launcher_computes() -> None:
-    model = Model(name="", experts=256, experts_per_token=8, hidden=7168)
+    model = LaunchModel(name="", experts=256, experts_per_token=8, hidden=7168)
     for mode, (tokens, ranks) in ((1, (24, 16)), (2, (1000, 32))):
         found = FUSED[mode - 1].buffer_bytes(tokens, 7168, 8, ranks, 256)
         assert found == launched("A3", tokens, ranks, model, mode)

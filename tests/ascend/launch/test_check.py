@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.ascend.launch.facts import Model, known_model, read_model
+from banyan.ascend.launch.facts import LaunchModel, known_model, read_model
 from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import device_numbers, find_soc, own_interfaces
 from banyan.ascend.launch.reading import arguments_of_words, read_variables
@@ -149,7 +149,7 @@ def test_facts_of_a_model_are_read_from_its_folder_or_known_by_its_name(tmp_path
     }
     (tmp_path / "config.json").write_text(json.dumps(facts))
     (tmp_path / "quant_model_description.json").write_text("{}")
-    assert read_model(str(tmp_path)) == Model(
+    assert read_model(str(tmp_path)) == LaunchModel(
         *(tmp_path.name, 64, 8, 2, 0, True, 24, True, 1), is_modelslim=True
     )
     assert read_model(str(tmp_path / "nowhere")) is None

@@ -9,7 +9,7 @@ import yaml
 
 from banyan.ascend.launch.facts import SOCS
 from banyan.ascend.launch.files import files_of
-from banyan.ascend.launch.plan import Plan, Wish, check_plan, lines_of, make_plan
+from banyan.ascend.launch.plan import LaunchPlan, Wish, check_plan, lines_of, make_plan
 from banyan.ascend.launch.reading import arguments_of_words, read_variables
 from banyan.base.errors import ConfigError
 from banyan.cli.main import main
@@ -79,7 +79,7 @@ PLACES = (
 """Names, addresses and ports: each cluster has its own."""
 
 
-def plan_of(name: str, soc: str = "A3", **other: object) -> Plan:
+def plan_of(name: str, soc: str = "A3", **other: object) -> LaunchPlan:
     return make_plan(Wish(**{"soc": SOCS[soc], **PLANS[name], **other}))
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from banyan.ascend.launch.expert_rules import MIB, buffer_bytes, buffer_of, tokens_that_fit
-from banyan.ascend.launch.facts import KNOWN, SOCS, Launch, Model
+from banyan.ascend.launch.facts import KNOWN, SOCS, Launch, LaunchModel
 from banyan.ascend.launch.findings import ERROR, WARNING, Breach, breach, sentences
 from banyan.ascend.launch.reading import arguments_of_words
 from banyan.ascend.launch.rules import RULES, check, left_out, read_pairs
 from banyan.config.env import Environment
 
 V32, V3, R1 = KNOWN
-LLAMA = Model("llama", hidden=4096, is_modelslim=False)
-MIXTURE = Model("mixture", hidden=2048, experts=64, experts_per_token=6, is_modelslim=False)
+LLAMA = LaunchModel("llama", hidden=4096, is_modelslim=False)
+MIXTURE = LaunchModel("mixture", hidden=2048, experts=64, experts_per_token=6, is_modelslim=False)
 DEEPEP = "--moe-a2a-backend deepep --tp 16 "
 FUSEEP = "--moe-a2a-backend ascend_fuseep --tp 16 "
 LOW = DEEPEP + "--deepep-mode low_latency "
@@ -39,7 +39,7 @@ class Case:
     words: str = ""
     variables: str = ""
     soc: str = "A3"
-    model: Model | None = None
+    model: LaunchModel | None = None
     interfaces: dict[str, tuple[str, ...]] | None = None
     packages: frozenset[str] | None = None
     says: str = ""
@@ -70,7 +70,7 @@ BROKEN = {
     "3a": Case(
         "--quantization modelslim", model=LLAMA, says="has no quant_model_description.json (name a"
     ),
-    "3b": Case("--quantization awq", model=Model("slim", is_modelslim=True), says="awq"),
+    "3b": Case("--quantization awq", model=LaunchModel("slim", is_modelslim=True), says="awq"),
     "3c": Case("--quantization fp8", says="fp8"),
     "4a": Case("", "SGLANG_NPU_FUSED_MOE_MODE=3", says="3"),
     "4b": Case("--moe-a2a-backend ascend_fuseep", "SGLANG_NPU_FUSED_MOE_MODE=2", says="none"),
@@ -212,8 +212,8 @@ KEPT = {
     "1d": Case("--kv-cache-dtype bf16"),
     "2a": Case("--page-size 512"),
     "2b": Case("--page-size 128", "SGLANG_USE_FIA_NZ=1 SGLANG_NPU_USE_MLAPO=1", model=R1),
-    "3a": Case("--quantization modelslim", model=Model("slim", is_modelslim=True)),
-    "3b": Case("--quantization w8a8_int8", model=Model("slim", is_modelslim=True)),
+    "3a": Case("--quantization modelslim", model=LaunchModel("slim", is_modelslim=True)),
+    "3b": Case("--quantization w8a8_int8", model=LaunchModel("slim", is_modelslim=True)),
     "3c": Case("--quantization modelslim"),
     "4a": Case("--moe-a2a-backend ascend_fuseep", "SGLANG_NPU_FUSED_MOE_MODE=1"),
     "4b": Case(

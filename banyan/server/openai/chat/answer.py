@@ -27,7 +27,7 @@ from banyan.server.openai.shapes import (
 from banyan.server.state import Service
 
 
-class Choice:
+class ChatChoice:
     """One choice as it arrives: its parser and its counts."""
 
     def __init__(self, plan: ChatPlan) -> None:
@@ -92,7 +92,7 @@ class ChatAnswer:
         self._extension = extension
         self._service = service
         self._top = plan.top
-        self._choices = [Choice(plan) for _ in range(num_choices)]
+        self._choices = [ChatChoice(plan) for _ in range(num_choices)]
         self._id = rid
         self._model = model
         self._created = int(time.time())
@@ -146,7 +146,9 @@ class ChatAnswer:
         self._extension.take(chunk)
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
-    def _part(self, index: int, choice: Choice, part: AnswerDelta, logprobs: Json | None) -> bytes:
+    def _part(
+        self, index: int, choice: ChatChoice, part: AnswerDelta, logprobs: Json | None
+    ) -> bytes:
         if (
             logprobs is not None
             or self._counts_along
@@ -179,13 +181,13 @@ class ChatAnswer:
             "usage": self.usage.total(),
         }
 
-    def _last(self, index: int, choice: Choice, finish: Finish) -> Json:
+    def _last(self, index: int, choice: ChatChoice, finish: Finish) -> Json:
         """The event that closes a choice."""
         delta: Json = {"content": None, "reasoning_content": None}
         body = self._chunk(index, delta, None, choice.reason(finish), matched_stop(finish))
         return {**body, **self._extension.echoed}
 
-    def _choice(self, index: int, choice: Choice) -> Json:
+    def _choice(self, index: int, choice: ChatChoice) -> Json:
         return {
             "index": index,
             "message": _message(choice.parts, choice),
@@ -226,7 +228,7 @@ def _is_cut(finish: Finish) -> bool:
     return finish.reason != "stop" or isinstance(finish.matched, str)
 
 
-def _delta(part: AnswerDelta, choice: Choice) -> Json:
+def _delta(part: AnswerDelta, choice: ChatChoice) -> Json:
     match part:
         case TextDelta(text):
             return {"content": text, "reasoning_content": None}
@@ -245,7 +247,7 @@ def _delta(part: AnswerDelta, choice: Choice) -> Json:
     return {"content": None, "reasoning_content": None, "tool_calls": [call]}
 
 
-def _message(parts: list[AnswerDelta], choice: Choice) -> Json:
+def _message(parts: list[AnswerDelta], choice: ChatChoice) -> Json:
     said = "".join(p.text for p in parts if isinstance(p, TextDelta))
     thought = "".join(p.text for p in parts if isinstance(p, ReasoningDelta))
     calls = []
