@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
@@ -23,10 +24,12 @@ from banyan.engine_client.client import Health
 from banyan.requests.generation import Finish
 from banyan.server.grpc import listener as grpc_listener
 from banyan.server.grpc.listener import GrpcListener, server_credentials
+from banyan.server.http.app import App
 from banyan.server.http.listen import bind
 from tests.server.fakes import Site, refusal, steps
 from tests.server.test_tls import AUTHORITY, flags
 from tests.support.flags import config_of
+from tests.system.serving import wait_until
 
 WAIT_S = 20.0
 
@@ -315,7 +318,20 @@ def test_a_key_has_no_more_requests_at_once_than_it_may(tmp_path: Path) -> None:
         next(first)
         error = failure(stub.Generate(asking(), metadata=mine, timeout=WAIT_S))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        over_http = asyncio.run_coroutine_threadsafe(models_over_http(site.app), site.loop)
+        assert over_http.result(WAIT_S) == 429, "each listener counts for itself"
         first.cancel()
+        wait_until(lambda: not site.state.keys._open, WAIT_S, "the call to end")
+        again = asyncio.run_coroutine_threadsafe(models_over_http(site.app), site.loop)
+        assert again.result(WAIT_S) == 200
+
+
+async def models_over_http(app: App) -> int:
+    """The status of GET /v1/models with the key `k`."""
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        found = await client.get("/v1/models", headers={"authorization": "Bearer k"})
+        return found.status_code
 
 
 def test_a_message_above_the_limit_is_refused() -> None:
@@ -385,6 +401,62 @@ def test_an_embedding_is_the_vector_of_the_tokens(served) -> None:
     stub.Embed(request, timeout=WAIT_S)
     asked = site.generator.asked[-1]
     assert asked.message.pool and asked.prompt == [65, 66] and asked.id == "e"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"is_cross_encoder": True}, "is_cross_encoder"),
+        ({"texts": ["a", "b"]}, "texts"),
+        ({"token_type_ids": [0, 1]}, "token_type_ids"),
+        ({"mm_inputs": pb.MultimodalInputs()}, "mm_inputs"),
+    ],
+)
+def test_a_field_of_an_embedding_is_never_ignored(served, fields, param) -> None:
+    _, stub = served
+    request = pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=[65]), **fields)
+    error = failure(lambda: stub.Embed(request, timeout=WAIT_S))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    trailing = dict(error.trailing_metadata())
+    assert trailing["x-banyan-param"] == param
+
+
+def test_the_replica_of_an_embedding_is_the_one_that_was_named(served) -> None:
+    site, stub = served
+    request = pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=[65]), data_parallel_rank=3)
+    stub.Embed(request, timeout=WAIT_S)
+    assert site.generator.asked[-1].message.replica == 3
+
+
+def test_sampling_of_an_embedding_is_reported(served) -> None:
+    _, stub = served
+    request = pb.EmbedRequest(
+        tokenized=pb.TokenizedInput(input_ids=[65]), sampling_params=pb.SamplingParams(n=2)
+    )
+    _, call = stub.Embed.with_call(request, timeout=WAIT_S)
+    assert "sampling_params" in dict(call.trailing_metadata())["x-banyan-warnings"]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pb.SamplingParams(stop=["a"] * 100_000),
+        pb.SamplingParams(stop_token_ids=[5] * 500_000),
+        pb.SamplingParams(logit_bias={str(n): 1.0 for n in range(100_000)}),
+    ],
+)
+def test_a_large_request_is_read_in_a_thread_and_refused(served, sampling) -> None:
+    site, stub = served
+    error = failure(stub.Generate(asking(sampling_params=sampling), timeout=WAIT_S))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert not site.generator.asked
+
+
+def test_a_message_has_four_mebibytes_at_most(served) -> None:
+    _, stub = served
+    large = asking(custom_logit_processor="x" * (4 << 20))
+    error = failure(stub.Generate(large, timeout=WAIT_S))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

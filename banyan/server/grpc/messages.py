@@ -1,5 +1,7 @@
-"""Translation between SGLang's gRPC messages and requests: `native_body` reads a GenerateRequest,
-`chunk_of` and `complete_of` write its responses.
+"""Translation between SGLang's gRPC messages and requests.
+
+`native_body` and `embed_fields` read requests, `chunk_of` and `complete_of` write responses.
+Reading a large message takes long, so it runs in a thread (`off_loop`).
 """
 
 from collections.abc import Sequence
@@ -51,7 +53,7 @@ def native_body(request: pb.GenerateRequest, context: RequestContext) -> Json:
         body["logprob_start_len"] = request.logprob_start_len
         body["top_logprobs_num"] = request.top_logprobs_num
         if request.token_ids_logprob:
-            body["token_ids_logprob"] = list(request.token_ids_logprob)
+            body["token_ids_logprob"] = [id for id in request.token_ids_logprob]
     if request.return_hidden_states:
         body["return_hidden_states"] = True
     if request.custom_logit_processor:
@@ -68,10 +70,38 @@ def native_body(request: pb.GenerateRequest, context: RequestContext) -> Json:
     return body
 
 
+def embed_fields(request: pb.EmbedRequest, context: RequestContext) -> Json:
+    """The fields of POST /encode that ask for the same, apart from the prompt.
+
+    Raises:
+        RequestError: the request asks for something that is not available.
+    """
+    for name, is_given in (
+        ("is_cross_encoder", request.is_cross_encoder),
+        ("mm_inputs", request.HasField("mm_inputs")),
+        ("texts", bool(request.texts)),
+        ("token_type_ids", bool(request.token_type_ids)),
+    ):
+        if is_given:
+            raise RequestError(
+                f"{name} is not available over gRPC",
+                param=name,
+                code="not_available",
+                hint="Score pairs with POST /v1/rerank or /v1/score.",
+            )
+    if request.HasField("sampling_params") and request.sampling_params.ByteSize():
+        context.warn_or_refuse("sampling_params", "embeddings are not sampled")
+    fields: Json = {"rid": request.request_id or context.id}
+    if request.data_parallel_rank:  # the message does not distinguish 0 and absent
+        fields["routed_dp_rank"] = request.data_parallel_rank
+    return fields
+
+
 def token_ids(tokenized: pb.TokenizedInput) -> list[int]:
     if not tokenized.input_ids:
         raise RequestError("tokenized.input_ids must not be empty", param="tokenized")
-    return list(tokenized.input_ids)
+    # A comprehension lets other threads run in between; list() of a million ids does not.
+    return [id for id in tokenized.input_ids]
 
 
 def _sampling(given: pb.SamplingParams) -> Json:
@@ -96,9 +126,9 @@ def _sampling(given: pb.SamplingParams) -> Json:
     if given.HasField("stream_interval"):
         sampling["stream_interval"] = given.stream_interval
     if given.stop:
-        sampling["stop"] = list(given.stop)
+        sampling["stop"] = [text for text in given.stop]
     if given.stop_token_ids:
-        sampling["stop_token_ids"] = list(given.stop_token_ids)
+        sampling["stop_token_ids"] = [id for id in given.stop_token_ids]
     if given.logit_bias:
         sampling["logit_bias"] = {key: _decimal(bias) for key, bias in given.logit_bias.items()}
     if given.HasField("custom_params"):

@@ -34,7 +34,13 @@ from banyan.requests.sampling_params import merged
 from banyan.server.admin import health, loads, memory, requests, server_info
 from banyan.server.embeddings.sglang import vector_service
 from banyan.server.errors import Json
-from banyan.server.grpc.messages import chunk_of, complete_of, native_body, token_ids
+from banyan.server.grpc.messages import (
+    chunk_of,
+    complete_of,
+    embed_fields,
+    native_body,
+    token_ids,
+)
 from banyan.server.http import auth
 from banyan.server.sglang.generate import native_service
 from banyan.server.state import ServerState, Service
@@ -83,8 +89,9 @@ class SglangScheduler(service.SglangSchedulerServicer):
             context, state = call.context, self._state
             started = state.admit_to_queue(context.id)
             native = native_service(started, state)
-            body = native_body(request, context)
-            asked = await native.read(body, context, request.ByteSize())
+            size = request.ByteSize()
+            body = await off_loop(size, lambda: native_body(request, context))
+            asked = await native.read(body, context, size)
             for name, why in merged(s.not_honoured for s in asked.sequences).items():
                 context.warn_or_refuse(name, why)
             with state.open.holding([s.request for s in asked.sequences], context.tenant):
@@ -96,15 +103,16 @@ class SglangScheduler(service.SglangSchedulerServicer):
     ) -> pb.EmbedResponse:
         async with self._calls.enter(rpc, "Embed") as call:
             context, state = call.context, self._state
-            if request.is_cross_encoder or request.HasField("mm_inputs"):
-                raise RequestError(
-                    "cross encoders and media are not available over gRPC",
-                    code="not_available",
-                    hint="Score pairs with POST /v1/rerank or /v1/score.",
-                )
             vectors = vector_service(state.admit_to_queue(context.id), state)
-            fields = {"rid": request.request_id or context.id}
-            asked = vectors.read(context, fields, [token_ids(request.tokenized)], "embed")
+            asked = await off_loop(
+                request.ByteSize(),
+                lambda: vectors.read(
+                    context,
+                    embed_fields(request, context),
+                    [token_ids(request.tokenized)],
+                    "embed",
+                ),
+            )
             with state.open.holding(asked, context.tenant):
                 (vector,) = await vectors.vectors(asked)
             return pb.EmbedResponse(

@@ -9,15 +9,17 @@
 Keys are stored as SHA-256 digests and compared in constant time. Nothing here can print a key.
 """
 
+import contextlib
 import hashlib
 import hmac
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 from banyan.base.clock import Clock, WallClock
-from banyan.base.errors import ConfigError
+from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger, printable
 from banyan.config.yaml_file import read_mapping
 
@@ -74,6 +76,8 @@ class Keys:
         self._seen = _state_of(path) if path else None
         self._named: Mapping[bytes, Caller] = {}
         self._weights: Mapping[bytes, float] = {}
+        self._open: Counter[bytes] = Counter()
+        """Open requests by tenant, over all listeners."""
         if path:
             self._take(_read(path))
 
@@ -89,6 +93,30 @@ class Keys:
     def are_required(self) -> bool:
         """Whether requests need a key. An empty key file admits nobody."""
         return bool(self._given or self._path)
+
+    @contextlib.contextmanager
+    def counted(self, caller: Caller) -> Iterator[None]:
+        """Count a request of `caller` as open for the block.
+
+        Raises:
+            RequestError: 429; the caller has as many open requests as it may have.
+        """
+        number = self._open[caller.tenant]
+        if caller.max_requests and number >= caller.max_requests:
+            raise RequestError(
+                f"{number} requests of this key are open; it may have {caller.max_requests} at "
+                "once",
+                status=429,
+                code="too_many_requests",
+                hint="Send it again when one of them has ended",
+            )
+        self._open[caller.tenant] += 1
+        try:
+            yield
+        finally:
+            self._open[caller.tenant] -= 1
+            if not self._open[caller.tenant]:
+                del self._open[caller.tenant]
 
     def find(self, given: bytes) -> Caller | None:
         """The caller whose key has this digest. A wrong key takes as long."""

@@ -17,7 +17,7 @@ from banyan.config.schema import Config
 from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth
 from banyan.server.http.access_log import AccessLog
-from banyan.server.http.api_keys import Caller, Keys
+from banyan.server.http.api_keys import Keys
 from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange, Scope, Send
 from banyan.server.http.limits import (
     BodyMemory,
@@ -126,8 +126,9 @@ class App(Generic[S]):
         body = ReceivedBody(self._memory)
         exchange.release_body = body.release
         exchange.retry_after_s = self.state.retry_after_s
+        held = contextlib.ExitStack()
         try:
-            route = await self._admit(exchange)
+            route = await self._admit(exchange, held)
             if route is None:
                 return
             declared = exchange.headers.get(b"content-length")
@@ -149,6 +150,7 @@ class App(Generic[S]):
             await _quietly(exchange.fail(internal(exchange.context.id)))
         finally:
             del self.open_requests[exchange]
+            held.close()
             exchange.drop_body()
             self._ended.set()
             has_begun = exchange.work is not None and self.state.has_begun(exchange.work)
@@ -162,10 +164,13 @@ class App(Generic[S]):
         has_none = route.guard == auth.OPEN or exchange.method in ("GET", "HEAD")
         return 0 if has_none else self._max_body
 
-    async def _admit(self, exchange: HttpExchange) -> Route[S] | None:
+    async def _admit(self, exchange: HttpExchange, held: contextlib.ExitStack) -> Route[S] | None:
         """The route; None if a response was sent.
 
         The key is checked before the path, so that strangers do not learn which paths exist.
+
+        Args:
+            held: counts the request for its caller until it is closed.
         """
         route = self._find(exchange)
         if route is not None:
@@ -194,25 +199,12 @@ class App(Generic[S]):
             raise RequestError(verdict.text, status=verdict.status, code="forbidden")
         if route is None:
             raise no_route(exchange.path, self.routes)
-        self._check_number(verdict.caller)
+        held.enter_context(self.state.keys.counted(verdict.caller))
         exchange.context.tenant, exchange.context.is_admin = verdict.caller.tenant, verdict.is_admin
         exchange.is_probe = route.guard == auth.OPEN
         if not await self._accepts(route, exchange):
             return None
         return route
-
-    def _check_number(self, caller: Caller) -> None:
-        if not caller.max_requests:
-            return
-        number = sum(other.context.tenant == caller.tenant for other in self.open_requests)
-        if number >= caller.max_requests:
-            raise RequestError(
-                f"{number} requests of this key are open; it may have {caller.max_requests} at "
-                "once",
-                status=429,
-                code="too_many_requests",
-                hint="Send it again when one of them has ended",
-            )
 
     def _find(self, exchange: HttpExchange) -> Route[S] | None:
         path = exchange.path
