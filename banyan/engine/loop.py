@@ -26,13 +26,21 @@ from banyan.engine.core import CoreInput, EngineCore
 from banyan.engine.grammar_queue import GrammarQueue
 from banyan.engine.launcher import Handle, Launcher
 from banyan.engine.outbox import ENDS, EventOutbox
-from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import RankMonitor, Watchdog
 from banyan.kv_cache.cache_events import Removed, Stored
 from banyan.messages.control_ops import ControlOp
 from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
 from banyan.messages.events import Event, Fatal, Ready, Stats, Tokens
-from banyan.messages.plan import NOT_FINITE, CopyResult, Held, Lookup, Mask, StepPlan, StepResult
+from banyan.messages.plan import (
+    NOT_FINITE,
+    SAMPLE,
+    CopyResult,
+    Held,
+    Lookup,
+    Mask,
+    StepPlan,
+    StepResult,
+)
 from banyan.messages.requests import (
     NO_CALL,
     Abort,
@@ -509,3 +517,59 @@ def _check_rows(result: StepResult) -> None:
 def _ran(plan: StepPlan, result: StepResult) -> int:
     """Decode steps of a plan that have run."""
     return 1 if plan.steps == 1 else max([1, *(len(tokens) // 4 for tokens in result.tokens)])
+
+
+class StepLog:
+    """Logs one line about the load every `interval` decode steps (--decode-log-interval).
+
+    Counts steps and busy time; the other numbers come from Stats.
+
+    Args:
+        interval: steps between lines; 0 = no lines.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._steps = 0
+        self._output_tokens = 0
+        """Output tokens at the last line."""
+        self._busy_s = 0.0
+        """Busy seconds since the last line, without the current busy period."""
+        self._since_s: float | None = None
+        """When the current busy period began; None while idle."""
+
+    def begin_work(self, now: float) -> None:
+        """A busy period begins, if none has."""
+        if self._since_s is None:
+            self._since_s = now
+
+    def end_work(self, now: float) -> None:
+        """The busy period ends."""
+        if self._since_s is not None:
+            self._busy_s += now - self._since_s
+            self._since_s = None
+
+    def count(self, plan: StepPlan) -> bool:
+        """Count a committed step; returns whether a line is due."""
+        if self._interval and any(row.want & SAMPLE for row in plan.rows):
+            self._steps += 1
+        return 0 < self._interval <= self._steps
+
+    def write(self, stats: Stats, now: float) -> None:
+        """Write the line and reset the counts."""
+        was_busy = self._since_s is not None
+        self.end_work(now)
+        tokens = stats.output_tokens - self._output_tokens
+        log.info(
+            "decode steps=%d running=%d waiting=%d tokens_per_s=%.1f pages=%d/%d hit_rate=%.2f",
+            self._steps,
+            stats.running,
+            stats.waiting,
+            tokens / self._busy_s if self._busy_s else 0.0,
+            stats.held_pages + stats.in_flight_pages,
+            stats.total_pages,
+            stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+        )
+        self._steps, self._output_tokens, self._busy_s = 0, stats.output_tokens, 0.0
+        if was_busy:
+            self.begin_work(now)

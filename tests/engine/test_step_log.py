@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from banyan.base.clock import VirtualClock
-from banyan.engine.step_log import StepLog
+from banyan.engine.loop import StepLog
 from banyan.messages.events import Finished, Stats
 from banyan.messages.plan import SAMPLE, Row, StepPlan
 from tests.engine.test_loop import generate, serving
@@ -18,7 +18,7 @@ STATS = Stats(running=3, waiting=2, total_pages=50, held_pages=10, in_flight_pag
 
 @pytest.fixture
 def lines(caplog, monkeypatch):
-    told = logging.getLogger("banyan.engine.step_log")
+    told = logging.getLogger("banyan.engine.loop")
     monkeypatch.setattr(told, "handlers", [caplog.handler])
     monkeypatch.setattr(told, "propagate", False)
     caplog.set_level(logging.INFO, told.name)

@@ -21,11 +21,12 @@ from banyan.base.ids import RequestId
 from banyan.messages import transport as links
 from banyan.messages.events import Fatal, Stats, Tokens
 from banyan.messages.frames import FrameSocket
-from banyan.messages.repeats import Receiver, Sender
 from banyan.messages.requests import Abort, Control, Generate, StopAt
 from banyan.messages.sampling_params import SamplingParams
 from banyan.messages.transport import (
     PrivateFolder,
+    Receiver,
+    Sender,
     local_pair,
     next_events,
     remove_folders_of,
