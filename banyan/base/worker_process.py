@@ -16,6 +16,8 @@ import weakref
 LENGTH = struct.Struct("<Q")
 STALL_S = 5.0
 """A process that has a task and uses no processor time for this long has stopped."""
+_LOOKS = 10
+"""Checks in that time: a machine that stands still for seconds delays one of them, not all."""
 _TIMES_AT = 11
 """Index of utime and stime among the fields after the name in /proc/PID/stat."""
 
@@ -98,10 +100,11 @@ class WorkerProcess:
             if left_s <= 0 or not poll.poll(left_s * 1000):
                 raise TimeoutError
             return
-        before = self._cpu_ticks()
-        while not poll.poll(STALL_S * 1000):
+        before, looks = self._cpu_ticks(), 0
+        while not poll.poll(STALL_S * 1000 / _LOOKS):
             now = self._cpu_ticks()
-            if now == before:
+            looks = looks + 1 if now == before else 0
+            if looks == _LOOKS:
                 self._process.kill()
                 raise EOFError
             before = now

@@ -54,7 +54,7 @@ class _Scripted:
 def shown(metrics) -> dict[str, set[str]]:
     """Name of each sample -> its labels."""
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(metrics.show().decode()):
+    for family in text_string_to_metric_families(metrics.export().decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

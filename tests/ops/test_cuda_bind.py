@@ -45,7 +45,7 @@ def test_a_rounding_that_is_asked_for_takes_the_float_weights(monkeypatch):
 
 
 def test_adapters_are_computed_by_triton_where_it_is(monkeypatch):
-    for has_it, kernel in ((True, "triton_adapters:adapt"), (False, bind.REFERENCE)):
+    for has_it, kernel in ((True, "triton_lora:adapt"), (False, bind.REFERENCE)):
         monkeypatch.setattr(needs, "has_triton", lambda has_it=has_it: has_it)
         found = served(kernels_of({}))
         assert found["adapt"] == kernel and found["adapt_rows"] == bind.REFERENCE

@@ -104,12 +104,12 @@ def test_any_body_of_the_messages_api_becomes_a_chat_request_or_a_refusal(
 
 
 @settings(max_examples=150, deadline=None)
-@given(bodies(ollama.ChatRequest))
+@given(bodies(ollama.OllamaChatRequest))
 def test_any_body_of_ollama_s_chat_becomes_a_chat_request_or_a_refusal(
     body: dict[str, object],
 ) -> None:
     try:
-        request = typed(body, ollama.ChatRequest)
+        request = typed(body, ollama.OllamaChatRequest)
         checked_messages(typed(from_ollama.chat_body(request, report), ChatRequest).messages)
     except RequestError as error:
         assert error.status == 400 and str(error)

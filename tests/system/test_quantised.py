@@ -57,5 +57,5 @@ def test_a_flag_may_name_the_form_and_no_other(tiny_model: Path, tmp_path: Path)
     assert np.array_equal(named, prompt_scores(quantised))
     with pytest.raises(ConfigError, match="its weights are gptq, and cannot be converted to awq"):
         prompt_scores(quantised, quantization="awq")
-    with pytest.raises(ConfigError, match="are gptq already, only float weights are rounded"):
+    with pytest.raises(ConfigError, match="are gptq already; only float weights can be quantized"):
         prompt_scores(quantised, quantization="int8")
