@@ -17,7 +17,7 @@ LENGTH = struct.Struct("<Q")
 STALL_S = 5.0
 """A process that has a task and uses no processor time for this long has stopped."""
 _LOOKS = 10
-"""Checks in that time: a machine that stands still for seconds delays one of them, not all."""
+"""Checks in that time: a machine that freezes for seconds delays one of them, not all."""
 _TIMES_AT = 11
 """Index of utime and stime among the fields after the name in /proc/PID/stat."""
 
