@@ -83,6 +83,9 @@ def test_sentences_are_short_and_house_words_stay_out(page: pages.Path) -> None:
 
 
 def test_the_length_of_sentences_is_counted_without_code_and_links() -> None:
-    text = "# A head\n\nOne two `x y z`\nfour. Five six seven [eight](nine.md)!\n\n    a b c d e\n\n- A b c.\n"
+    text = (
+        "# A head\n\nOne two `x y z`\nfour. Five six seven [eight](nine.md)!\n\n"
+        "    a block of code\n\n- Some more words.\n"
+    )
     assert [prose.words(sentence) for sentence in prose.sentences(text)] == [4, 4, 3]
     assert list(prose.sentences("| one two three | b |\n", has_cells=False)) == []
