@@ -66,7 +66,7 @@ test-drafts: $(VENV)/.test
 	@$(if $(REAL),$(BIN)/python -m benchmarks.speculation --model $(REAL) $(if $(DRAFT),--draft $(DRAFT)) \
 	  --rounds 50 --new 24 --flags '{"disable_adaptive_drafts": true}')
 
-# The tests that docs/security.md names; some minutes.
+# The tests of docs/security.md; some minutes.
 test-security: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest $$($(BIN)/python -m tests.trust.names) $(ARGS)
