@@ -1,6 +1,6 @@
 """SGLang's gRPC service `sglang.grpc.scheduler.SglangScheduler`: tokens in, tokens out.
 
-Gateways that tokenize call it (smg, sglang-router). The methods translate to the functions behind
+Gateways that tokenize call it (smg, sglang-router). The methods call the same functions as
 the HTTP routes. Methods that are not here answer UNIMPLEMENTED. Reading a large message takes long,
 so it runs in a thread (`off_loop`).
 
