@@ -83,7 +83,6 @@ TO_BE_REWRITTEN = {
     "quantization.md",
     "responses.md",
     "router.md",
-    "server_arguments.md",
     "simulate.md",
     "speculation.md",
     "structured_output.md",
