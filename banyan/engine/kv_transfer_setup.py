@@ -20,8 +20,8 @@ from banyan.config.schema import CacheConfig, Config
 from banyan.disaggregation.page_cutting import PageForm
 from banyan.engine.model_loader import OpenModel, groups_of
 from banyan.formats.shards import files_of_weights
-from banyan.kv_cache.groups import CacheGroup
 from banyan.kv_cache.hierarchical_cache import can_be_stored
+from banyan.kv_cache.sizing import CacheGroup
 from banyan.kv_transfer.host_tier import HostTier
 from banyan.kv_transfer.identity import digest_of_code, digest_of_files, identity
 from banyan.kv_transfer.page_mover import Mover, PageMover
@@ -35,7 +35,7 @@ from banyan.model_config.model_config import STATE, ModelConfig
 from banyan.ops.bind import ON_LATENTS, ON_PAGES, PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
 from banyan.ops.cpu.paged_attention import parts_of_head
-from banyan.parallel.gloo import own_address
+from banyan.parallel.process_group import own_address
 from banyan.platform.base import Platform, Traits
 from banyan.runner.control_ops import PrepareOp
 from banyan.runner.kvstore import DeviceMemory, GroupLayout, KVStore

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from banyan.base.ids import NO_STEP
-from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.kv_cache.loads import PrefixLoad, PrefixLoads
 from banyan.kv_cache.page_pool import EpochTracker, PagePool
 from banyan.kv_cache.radix_tree import Node
+from banyan.kv_cache.sizing import FULL, CacheGroup
 from banyan.messages.plan import PageCopy, device_page, stored_page
 
 WRITE_THROUGH = "write_through"

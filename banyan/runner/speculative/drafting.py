@@ -28,7 +28,7 @@ from banyan.runner.draft_trees import Compaction
 from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
-from banyan.runner.speculative.base import Drafter, Tree
+from banyan.runner.speculative import Drafter, Tree
 
 
 class TargetHiddenStates:

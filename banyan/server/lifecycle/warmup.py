@@ -9,7 +9,7 @@ from banyan.base.ids import RequestId, fresh_id
 from banyan.base.log import logger
 from banyan.config.hooks import read_prompt
 from banyan.config.schema import Config
-from banyan.messages.constraint import REGEX, Constraint
+from banyan.messages.requests import REGEX, Constraint
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import collect
 from banyan.requests.request_spec import spec_of
