@@ -42,7 +42,7 @@ def outcomes(*proofs: str, without: str = "") -> tuple[dict[str, int], str]:
         environment |= {"WITHOUT_FLAG": without, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *proofs]
     if without:
-        command += ["-x", "--max-suite-reruns=0"]  # one failure is what is looked for
+        command.append("-x")  # one failure is what is looked for
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or [done.stderr]
     return {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", lines[-1])}, done.stdout
