@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "banyan"
 
-RULES = "lora.rules moe.rules dp_attention.rules context_parallel.rules disaggregation.rules"
+RULES = "lora.rules moe.rules dp_attention.rules disaggregation.rules"
 """Modules that check flags. They lie in the folder of their subject and belong to `config`."""
 LORA_FILES = "lora.adapter_config lora.adapter_files"
 ARROWS = {

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from banyan.ascend.launch.facts import SOCS, Launch, read_model
+from banyan.ascend.launch.facts import SOCS, Launch, arguments_of_config, read_model
 from banyan.ascend.launch.machine import find_soc, own_interfaces, own_packages
-from banyan.ascend.launch.reading import arguments_of_config
 from banyan.ascend.launch.rules import check as check_rules
 from banyan.ascend.launch.support import device_outcomes
 from banyan.ascend.variables import VARIABLES

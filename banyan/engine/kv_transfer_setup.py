@@ -23,9 +23,15 @@ from banyan.formats.shards import files_of_weights
 from banyan.kv_cache.hierarchical_cache import can_be_stored
 from banyan.kv_cache.sizing import CacheGroup
 from banyan.kv_transfer.host_tier import HostTier
-from banyan.kv_transfer.identity import digest_of_code, digest_of_files, identity
 from banyan.kv_transfer.page_mover import Mover, PageMover
-from banyan.kv_transfer.store import STORES, Store, StoreOptions
+from banyan.kv_transfer.store import (
+    STORES,
+    Store,
+    StoreOptions,
+    digest_of_code,
+    digest_of_files,
+    identity,
+)
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import PageGroup
 from banyan.messages.control_ops import AttachStore, ControlOp, DetachStore
@@ -39,14 +45,14 @@ from banyan.parallel.process_group import own_address
 from banyan.platform.base import Platform, Traits
 from banyan.runner.control_ops import PrepareOp
 from banyan.runner.kvstore import DeviceMemory, GroupLayout, KVStore
-from banyan.runner.page_layout import (
+from banyan.runner.rank_page_access import (
     PageLayout,
     PartsOfHead,
+    RankAccess,
     forms_of,
     layout_facts,
     page_layouts_of,
 )
-from banyan.runner.rank_page_access import RankAccess
 from banyan.runner.rank_pages import EarlyMover, RankPages
 from banyan.runner.speculative.draft_runner import DraftModel
 

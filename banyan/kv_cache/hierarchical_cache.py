@@ -3,7 +3,7 @@ loaded from it.
 
 Every block of a prefix has a key: a hash of the previous key and the block's tokens. The first
 previous key is a hash of the namespace, so equal keys mean equal sequences of one tenant. The store
-adds the identity of the weights (kv_transfer/identity.py).
+adds the identity of the weights (kv_transfer/store.py).
 
 A node is written after the step that computed it is complete, because a promised page may prove
 wrong. The bytes are read in plan order, so nothing needs a lock meanwhile. For loads see

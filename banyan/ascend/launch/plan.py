@@ -4,9 +4,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from banyan.ascend.launch.facts import Launch, LaunchModel, Soc
+from banyan.ascend.launch.facts import Launch, LaunchModel, Soc, arguments_of_words
 from banyan.ascend.launch.findings import Finding
-from banyan.ascend.launch.reading import arguments_of_words
 from banyan.ascend.launch.recipes import DECODE, PREFILL, SERVE, Recipe, recipe_of
 from banyan.ascend.launch.rules import INTERFACES, STORE, check
 from banyan.base.errors import ConfigError

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.ascend.driver import open_deep_ep
-from banyan.ascend.expert_exchange import FUSED, MIB
 from banyan.ascend.launch.expert_rules import buffer_bytes as launched
 from banyan.ascend.launch.facts import LaunchModel
 from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.experts import as_bits, interleaved
 from banyan.ascend.ops.operators import Fuser
+from banyan.ascend.ops.product_contracts import FUSED, MIB
 from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ascend.platform import NpuPlatform
 from banyan.base.errors import BanyanError, ConfigError
