@@ -54,7 +54,7 @@ def _launch(config: Config, folder: str, environment: Environment) -> Launch:
 
 def _flag_outcomes(environment: Environment) -> Iterator[str]:
     soc = environment.npu.soc if environment.npu.driver else find_soc() or "A3"
-    yield f"Flags on an {soc}, and what the documents' table says of each"
+    yield f"Flags on an {soc}, and the verdict of the documents' table on each"
     for name, outcome in device_outcomes(soc).items():
         why = f": {outcome.why}" if outcome.why else ""
         yield f"{name:<{_NAME_COLUMN}}  {outcome.verdict} ({outcome.column or '-'}{why})"

@@ -13,7 +13,7 @@ N servers together exceed the capacity by at most N/16 of it.
 
 Segments are files of several pages, because creating a file costs more than writing a page. Up to
 PAGES pages are written to one file, which has a name (hard link) for each of them: a page exists
-while its name exists, and the file goes with its last name. Without hard links, or if every page is
+while its name exists, and the file ends with its last name. Without hard links, or if every page is
 flushed to disk, a segment is one page.
 
     record: magic 8 | identity 32 | bytes of the page, u64 | bytes of its name, u8 | name

@@ -53,7 +53,7 @@ class GatedDeltaNet(Caching):
         self.conv = ShortConv(
             {part: facts.key_heads * width for part, width in widths.items()},
             {part: ShardRule(0, width) for part, width in widths.items()},
-            facts.taps,
+            facts.conv_kernel,
             facts.has_conv_bias,
             True,
             group,

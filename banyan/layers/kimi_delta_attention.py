@@ -75,7 +75,7 @@ class KimiDeltaAttention(Caching):
         self.conv = ShortConv(
             {"q": width, "k": width, "v": width},
             {"q": rule, "k": rule, "v": rule},
-            facts.taps,
+            facts.conv_kernel,
             facts.has_conv_bias,
             True,
             group,

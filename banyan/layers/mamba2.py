@@ -71,7 +71,7 @@ class Mamba2(Caching):
         self.conv = ShortConv(
             {part: outputs[part] for part in mixed},
             {part: rules[part] for part in mixed},
-            facts.taps,
+            facts.conv_kernel,
             facts.has_conv_bias,
             True,
             group,

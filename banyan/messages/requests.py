@@ -15,6 +15,8 @@ from banyan.messages.sampling_params import SamplingParams
 
 NO_SCORES = -1
 """`score_from` of a request that wants no log-probabilities."""
+ANY_REPLICA = -1
+"""`replica` and `prefill_replica` of a request that names none."""
 NO_CALL = 0
 """`RunControlOps.call` of operations that need no reply. Calls are counted from 1."""
 NO_HIDDEN = -1
@@ -94,9 +96,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     b"" = no disaggregation."""
     prefill_address: str = msgspec.field(name="peer", default="")
     """host:port of the prefill server."""
-    replica: int = -1
+    replica: int = ANY_REPLICA
     """Index of the replica that runs the request; -1 = load balancing decides."""
-    prefill_replica: int = msgspec.field(name="giver", default=-1)
+    prefill_replica: int = msgspec.field(name="giver", default=ANY_REPLICA)
     """Index of the replica on the prefill server; -1 = the one that `transfer_id` maps to."""
     stream_interval: int = msgspec.field(name="stride", default=0)
     """Report tokens in pieces of at least this many; 0 = only at the end."""

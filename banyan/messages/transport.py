@@ -182,7 +182,7 @@ def local_pair() -> tuple[LocalFrontLink, LocalEngineLink]:
 class PrivateFolder:
     """A folder that only this user may enter (mode 0700), for the sockets of one server.
 
-    It is locked while its process lives. A killed process leaves it behind; `remove_folders_of`
+    It is locked while its process lives. It remains after a killed process; `remove_folders_of`
     removes it, or the next process that makes a folder.
 
     Raises:

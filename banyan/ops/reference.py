@@ -237,20 +237,20 @@ def short_conv(
     rows: StateRows,
 ) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    taps = weight.shape[0]
+    conv_kernel = weight.shape[0]
     for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
         before = torch.zeros_like(last_inputs[page]) if is_fresh else last_inputs[page]
-        seen = torch.cat([before, x[tokens].float()])  # [taps − 1 + count, channels]
+        seen = torch.cat([before, x[tokens].float()])  # [conv_kernel − 1 + count, channels]
         count = tokens.stop - tokens.start
         total = torch.zeros(count, x.shape[1], device=x.device)
         if bias is not None:
             total = total + bias
-        for i in range(taps):
+        for i in range(conv_kernel):
             total = total + weight[i] * seen[i : i + count]
         out[tokens] = (functional.silu(total) if has_silu else total).to(x.dtype)
         last_inputs[page] = seen[count:]
         for t, kept in rollback_checkpoint.items():
-            last_inputs[kept] = seen[t + 1 - tokens.start :][: taps - 1]
+            last_inputs[kept] = seen[t + 1 - tokens.start :][: conv_kernel - 1]
     return out
 
 

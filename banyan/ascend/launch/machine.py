@@ -182,7 +182,7 @@ _ABSENT = "not installed"
 
 @dataclass(frozen=True)
 class Check:
-    """One fact of a machine, beside what is wanted of it.
+    """One fact of a machine, and the wanted value.
 
     Attributes:
         wanted: "" where any value will do.
@@ -197,7 +197,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Pair:
-    """A release of torch_npu, the release of CANN that it goes with, and its Pythons."""
+    """A release of torch_npu, the release of CANN that it needs, and its Pythons."""
 
     package: str
     cann: str
@@ -257,8 +257,8 @@ def _system(box: Box, soc: Soc) -> Iterator[Check]:
 
 def _packages(box: Box, soc: Soc) -> Iterator[Check]:
     torch, package, cann = box.versions("torch"), box.versions("torch-npu"), box.cann
-    yield Check("driver", box.package(DRIVER) or "no version told")
-    yield Check("firmware", box.package(FIRMWARE) or "no version told")
+    yield Check("driver", box.package(DRIVER) or "unknown version")
+    yield Check("firmware", box.package(FIRMWARE) or "unknown version")
     wanted = f"{_release(torch)}.*" if torch else ""
     yield _check("torch_npu", _or(package), wanted, bool(package), breach("23p", wanted=wanted))
     same = not package or _release(torch) == _release(package)
@@ -318,7 +318,7 @@ def _limits(box: Box, soc: Soc) -> Iterator[Check]:
 
 @cache
 def pairs() -> tuple[Pair, ...]:
-    """The vendor's table of releases that go together, newest first."""
+    """The vendor's table of compatible releases, newest first."""
     with open(Path(__file__).parent / "pairs.tsv", encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         return tuple(Pair(row["torch_npu"], row["cann"], *row["python"].split("-")) for row in rows)

@@ -23,7 +23,7 @@ class Wish:
 
     Attributes:
         model: folder of the weights, the same on every node.
-        nodes: role -> addresses, those of one instance after another.
+        nodes: role -> addresses, one instance after another.
         interface: the network interface that reaches the other nodes.
     """
 

@@ -345,7 +345,7 @@ def distribute_combine(
     require(
         len(received) >= ranks.size * local and places.dim() == 1,
         name,
-        "ep_send_counts and assist_info_for_combine must be those of the exchange, they are "
+        "ep_send_counts and assist_info_for_combine must come from the exchange, they are "
         f"{shape_of(received)} and {shape_of(places)}",
     )
 

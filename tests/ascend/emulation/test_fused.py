@@ -286,7 +286,7 @@ REFUSED = {
     "experts that move or have copies": ({"ep_num_redundant_experts": 2}, {}),
     "computes in bfloat16, --dtype is float16": ({"dtype": "float16"}, {}),
     "in a form of their own": ({"cpu_offload_gb": 1}, {}),
-    "modelslim's W8A8_DYNAMIC.*those of this model are F32": ({}, {"is_plain": True}),
+    "modelslim's W8A8_DYNAMIC.*this model's are F32": ({}, {"is_plain": True}),
 }
 
 
