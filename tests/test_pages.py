@@ -82,10 +82,7 @@ TO_BE_REWRITTEN = {
     "performance.md",
     "quantization.md",
     "responses.md",
-    "router.md",
-    "simulate.md",
     "speculation.md",
-    "structured_output.md",
     "weights.md",
     "README.md",
 }
