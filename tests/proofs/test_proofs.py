@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.config.flags.table import CONFIG_FILE, GROUPS
-from banyan.config.reference import CONFIG_FILE_PROOF
+from banyan.config.flags.table import CONFIG_FILE, CONFIG_FILE_PROOF, GROUPS
 from banyan.config.variables import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
