@@ -21,8 +21,7 @@ from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate
-from banyan.server.http.event_writer import Later, follow
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, Later, follow
 from banyan.server.openai.fields import (
     native_sampling,
     read_fields,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from html import escape
 
-from banyan.server.admin.loads import living
+from banyan.server.admin.server_info import living
 from banyan.server.console import files as console
 from banyan.server.http import auth
 from banyan.server.http.exchange import HttpExchange

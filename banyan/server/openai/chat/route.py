@@ -5,8 +5,7 @@ from contextlib import aclosing
 from banyan.base.errors import RequestError
 from banyan.requests.generation import run, unstreamed
 from banyan.server.errors import Json
-from banyan.server.http.event_writer import follow
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, follow
 from banyan.server.openai.chat.answer import ChatAnswer
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.fields import (
