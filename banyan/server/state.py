@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import CALLER
 from banyan.base.ids import RequestId
 from banyan.base.version import own_version
 from banyan.chat_template.named_templates import FillIn
@@ -280,7 +281,7 @@ class ServerState:
         """
         service = self.admit()
         try:
-            service.client.refuse_if_full()
+            service.client.refuse_if_full(CALLER.get())
         except RequestError as error:
             report_refused(service.metrics_observers, RequestId(request), error.code)
             raise

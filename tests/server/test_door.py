@@ -11,11 +11,12 @@ import httpx
 import pytest
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import FairShare
 from banyan.server.http import auth, listen
 from banyan.server.http.api_keys import Keys
 from banyan.server.http.app import BODIES_IN_MEMORY
 from banyan.server.http.auth import Guard
-from banyan.server.http.limits import BodyMemory, ReceivedBody, read_body, strict_json
+from banyan.server.http.limits import ReceivedBody, read_body, strict_json
 from banyan.server.routes import all_routes
 from tests.server.fakes import Site, steps
 from tests.support.flags import config_of
@@ -289,7 +290,7 @@ def test_a_body_that_stalls_is_408() -> None:
         return {}
 
     with pytest.raises(RequestError) as caught:
-        asyncio.run(read_body(stall, None, 100, ReceivedBody(BodyMemory(100)), timeout_s=0.01))
+        asyncio.run(read_body(stall, None, 100, ReceivedBody(FairShare(100)), timeout_s=0.01))
     assert caught.value.status == 408
 
 

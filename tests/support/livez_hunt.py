@@ -1,4 +1,4 @@
-"""Polls /livez on kept connections while other connections close: python -m tests.support.livez_hunt
+"""Polls /livez on kept connections while others close: python -m tests.support.livez_hunt
 
 The server runs in a process of its own. Pollers keep their connections. Leavers send a request and
 reset or close the connection at once. Late pollers send a request when the keep-alive time ends;

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import CALLER, FairShare
 from banyan.base.log import logger, printable
 from banyan.base.memory import give_back
 from banyan.config.schema import Config, ObserveConfig
@@ -25,7 +26,6 @@ from banyan.server.http import auth
 from banyan.server.http.api_keys import Keys
 from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange, Send
 from banyan.server.http.limits import (
-    BodyMemory,
     ClientGone,
     Receive,
     ReceivedBody,
@@ -105,7 +105,7 @@ class App(Generic[S]):
             server.allowed_origins,
         )
         self._max_body = server.max_body_bytes
-        self._memory = BodyMemory(BODIES_IN_MEMORY * server.max_body_bytes)
+        self._memory = FairShare(BODIES_IN_MEMORY * server.max_body_bytes)
         self._root = server.root_path.rstrip("/")
         self._send_timeout_s = send_timeout_s
         self._access = AccessLog(state.config.observe.http_level)
@@ -144,6 +144,7 @@ class App(Generic[S]):
             route = await self._admit(exchange, held)
             if route is None:
                 return
+            body.caller = exchange.context.tenant
             declared = exchange.request.headers.get(b"content-length")
             most = self._most_body(route, exchange)
             exchange.request.body = await read_body(receive, declared, most, body)
@@ -218,6 +219,7 @@ class App(Generic[S]):
             raise no_route(exchange.request.path, self.routes)
         held.enter_context(self.state.keys.counted(verdict.caller))
         exchange.context.tenant, exchange.context.is_admin = verdict.caller.tenant, verdict.is_admin
+        CALLER.set(verdict.caller.tenant)
         exchange.is_probe = route.guard == auth.OPEN
         if not await self._accepts(route, exchange):
             return None

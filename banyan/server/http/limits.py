@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import FairShare
 from banyan.base.json_types import unique_keys
 from banyan.base.log import printable
 from banyan.requests.constraint import MAX_DEPTH, check_depth
@@ -32,56 +33,45 @@ MAX_CONTAINERS = 250_000
 """Values, and lists and objects, of one JSON body. Parsing that many takes 0.1 s."""
 
 
-class BodyMemory:
-    """Limits the bytes of all bodies in memory, from their first byte until they are parsed.
+class ReceivedBody:
+    """Counts the bytes of one body while it is in memory, from the first byte until it is parsed.
 
     Args:
-        most_bytes: the limit.
+        memory: the bytes of all bodies in memory, by caller.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most = self._left = most_bytes
-
-    def check(self, size: int) -> None:
-        """RequestError 503 if `size` more bytes exceed the limit."""
-        if size > self._left:
-            raise RequestError(
-                f"the server holds {self._most - self._left} bytes of requests that it is reading, "
-                f"and has room for {self._most}; this needs {size} more",
-                status=503,
-                code="overloaded",
-                hint="Send it again in a few seconds",
-            )
-
-    def move(self, size: int) -> None:
-        """Count `size` more bytes; a negative size frees them."""
-        self._left -= size
-
-
-class ReceivedBody:
-    """Counts the bytes of one body while it is in memory."""
-
-    def __init__(self, memory: BodyMemory) -> None:
+    def __init__(self, memory: FairShare, caller: bytes = b"") -> None:
         self.size = 0
         """Bytes received."""
+        self.caller = caller
         self._memory = memory
         self._held = 0
 
     def add(self, size: int) -> None:
         """Count a received part; RequestError 503 if it exceeds the limit."""
-        self._memory.check(size)
-        self._memory.move(size)
+        self.expect(size)
+        self._memory.take(self.caller, size)
         self.size += size
         self._held += size
 
     def expect(self, size: int) -> None:
         """RequestError 503 if a body of this size would exceed the limit now."""
-        self._memory.check(size)
+        memory = self._memory
+        if not memory.fits(self.caller, size):
+            raise RequestError(
+                f"the server holds {memory.total} bytes of requests that it is reading, "
+                f"{memory.held_by(self.caller)} of them of this caller, and has room for "
+                f"{memory.most}; this needs {size} more",
+                status=503,
+                code="overloaded",
+                hint="Send it again in a few seconds",
+            )
 
     def release(self) -> None:
         """The body is no longer in memory. May be called again."""
-        self._memory.move(-self._held)
-        self._held = 0
+        if self._held:
+            self._memory.give_back(self.caller, self._held)
+            self._held = 0
 
 
 class ClientGone(Exception):
@@ -103,9 +93,11 @@ async def read_body(
         ClientGone: the client closed the connection.
     """
     if declared is not None and declared.isdigit():
-        if int(declared[:20]) > max_bytes:
-            raise _too_large(f"{declared[:20].decode()}", max_bytes)
-        body.expect(int(declared))
+        digits = declared.lstrip(b"0")[:20]  # int() refuses numbers of more than 4,300 digits
+        size = int(digits or b"0")
+        if size > max_bytes:
+            raise _too_large(digits.decode(), max_bytes)
+        body.expect(size)
     parts: list[bytes] = []
     deadline_s = time.monotonic() + BODY_TOTAL_S
     while True:
