@@ -10,10 +10,13 @@ from typing import Protocol
 from banyan.base.errors import RequestError
 from banyan.base.fair_share import CALLER, FairQueue, FairShare
 from banyan.config.schema import Config
+from banyan.requests.context import RequestContext
 from banyan.router.config import LimitConfig, RouterConfig
+from banyan.router.worker import Worker
 from banyan.router.worker_pool import WorkerPool
 from banyan.server.http.api_keys import Keys
 from banyan.server.http.app import RequestScope
+from banyan.server.http.auth import TenantSigner, open_signer
 from banyan.server.http.exchange import RETRY_AFTER_S
 
 
@@ -148,11 +151,14 @@ class RouterState:
     config: Config = field(init=False)
     """The server and log settings that the HTTP layer reads."""
     keys: Keys = field(init=False)
+    signer: TenantSigner | None = field(init=False)
+    """Signs the callers of forwarded requests; None without a secret."""
 
     def __post_init__(self) -> None:
         server = self.settings.server
         self.config = Config(server=server, observe=self.settings.observe)
         self.keys = Keys(server.api_key, server.api_key_file)
+        self.signer = open_signer(self.settings.secret)
 
     @property
     def request_scopes(self) -> Sequence[RequestScope]:
@@ -164,6 +170,18 @@ class RouterState:
     def has_begun(self, work: "asyncio.Task[None]") -> bool:
         return False
 
-    def trouble(self) -> str:
-        """Why no request can be taken; "" if one can."""
-        return "the router is shutting down" if self.draining else self.pool.trouble()
+    def sees_workers(self, context: RequestContext) -> bool:
+        """Whether the caller may know addresses and troubles of workers."""
+        shows = self.settings.visibility.shows_workers
+        return shows or context.is_admin or not self.keys.are_required
+
+    def name_of(self, worker: Worker, context: RequestContext) -> str:
+        """The address of a worker, or its number for callers that may not know that."""
+        return worker.url if self.sees_workers(context) else f"worker {worker.number}"
+
+    def trouble(self, context: RequestContext) -> str:
+        """Why no request can be taken, as far as the caller may know; "" if one can."""
+        if self.draining:
+            return "the router is shutting down"
+        trouble = self.pool.trouble()
+        return trouble if not trouble or self.sees_workers(context) else "no worker can be asked"

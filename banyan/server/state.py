@@ -36,6 +36,7 @@ from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, f
 from banyan.requests.sessions import Sessions
 from banyan.server.errors import unavailable
 from banyan.server.http.api_keys import Keys
+from banyan.server.http.auth import TenantSigner
 from banyan.server.store.responses import ResponseStore
 from banyan.server.store.storage import Storage, storage_path
 from banyan.server.tool_servers.base import ToolServers
@@ -230,6 +231,8 @@ class ServerState:
     traces: "Tracing | None" = None
     """None without --enable-trace."""
     keys: Keys = field(init=False)
+    signer: TenantSigner | None = None
+    """Checks the callers that a router names; None without BANYAN_DIST_SECRET."""
     tool_servers: ToolServers = field(default_factory=ToolServers)
     """Set once, before the model is loaded."""
 

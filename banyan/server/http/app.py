@@ -69,6 +69,11 @@ class Shared(Protocol):
     """The API keys."""
 
     @property
+    def signer(self) -> auth.TenantSigner | None:
+        """Checks the callers that a router names; None = the header is ignored."""
+        ...
+
+    @property
     def request_scopes(self) -> Sequence[RequestScope]:
         """Entered around each request with a body: its trace span and its metric labels."""
         ...
@@ -217,6 +222,9 @@ class App(Generic[S]):
             raise RequestError(verdict.text, status=verdict.status, code="forbidden")
         if route is None:
             raise no_route(exchange.request.path, self.routes)
+        named = exchange.request.headers.get(auth.TENANT.encode())
+        if self.state.signer is not None and named and route.guard != auth.OPEN:
+            verdict = self.state.signer.read(named.decode("latin-1"), verdict)
         held.enter_context(self.state.keys.counted(verdict.caller))
         exchange.context.tenant, exchange.context.is_admin = verdict.caller.tenant, verdict.is_admin
         CALLER.set(verdict.caller.tenant)
