@@ -1,4 +1,4 @@
-"""FairShare and FairQueue: bounded amounts and turns that callers share fairly.
+"""FairShare and TurnQueue: bounded amounts and turns that callers share fairly.
 
 A caller is a digest of a key; b"" stands for all callers of a server without keys, and for the
 server itself. A bounded amount is divided so that the load of one caller is never the refusal of
@@ -65,7 +65,7 @@ class FairShare:
         return max(held, key=lambda caller: (held[caller], caller == but), default=but)
 
 
-class FairQueue(Generic[T]):
+class TurnQueue(Generic[T]):
     """Items that wait; callers take turns, and a caller's items keep their order.
 
     Args:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from banyan.base.errors import RequestError
-from banyan.base.fair_share import CALLER, FairQueue, FairShare
+from banyan.base.fair_share import CALLER, FairShare, TurnQueue
 from banyan.base.log import logger
 from banyan.base.os import num_cores
 
@@ -40,7 +40,7 @@ class Pool(ThreadPoolExecutor):
         super().__init__(number)
         self._number = number
         self._lost_s = lost_s
-        self._jobs: FairQueue[Callable[[], None]] = FairQueue(FairShare(number, reserved=1))
+        self._jobs: TurnQueue[Callable[[], None]] = TurnQueue(FairShare(number, reserved=1))
         self._begun: dict[str, tuple[float, bytes] | None] = {}
         """Thread -> start time and caller of its job; None if it is idle."""
         self._lost: set[str] = set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from banyan.base.errors import RequestError
-from banyan.base.fair_share import CALLER, FairQueue, FairShare
+from banyan.base.fair_share import CALLER, FairShare, TurnQueue
 from banyan.config.schema import Config
 from banyan.requests.context import RequestContext
 from banyan.router.config import LimitConfig, RouterConfig
@@ -31,7 +31,7 @@ class AdmissionLimiter:
         self._limits = limits
         self._now = now
         places = FairShare(limits.concurrent, reserved=limits.concurrent // 8)
-        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(places)
+        self._queue: TurnQueue[asyncio.Future[None]] = TurnQueue(places)
         self._waiting = FairShare(limits.waiting)
         self._started = FairShare(limits.rate)
         """Requests of the last second. They leak at the rate of the limit."""

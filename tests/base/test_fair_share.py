@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from banyan.base.fair_share import CALLER, FairQueue, FairShare
+from banyan.base.fair_share import CALLER, FairShare, TurnQueue
 from banyan.base.thread_pool import Pool
 
 WAIT_S = 20.0
@@ -43,7 +43,7 @@ def test_the_heaviest_is_who_asks_where_both_hold_as_much() -> None:
 
 
 def test_callers_take_turns_and_keep_their_own_order() -> None:
-    queue: FairQueue[str] = FairQueue(FairShare(1, reserved=0))
+    queue: TurnQueue[str] = TurnQueue(FairShare(1, reserved=0))
     for number in range(50):
         queue.put(b"flood", f"f{number}")
     queue.put(b"next", "n0")

@@ -11,6 +11,7 @@ from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
 from banyan.base.fair_share import CALLER, FairShare
 from banyan.base.ids import RequestId
+from banyan.messages.events import Finished
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests import sessions
@@ -23,7 +24,7 @@ from banyan.server.store import files, responses
 from banyan.server.store.batches import StoredBatch
 from banyan.server.store.responses import ResponseStore, StoredResponse
 from banyan.server.store.storage import Storage
-from tests.scheduler.driver import Driver
+from tests.scheduler.driver import Driver, continuation
 from tests.server.fakes import Site
 from tests.support.fake_engine import serving
 from tests.support.flags import config_of
@@ -195,6 +196,25 @@ def test_the_queue_of_the_engine() -> None:
     ends = {name: type(end).__name__ for name, end in running.ends.items()}
     assert [ends[f"n{number}"] for number in range(2)] == ["Finished"] * 2
     assert sum(end == "Finished" for end in ends.values()) == 5
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_slots_of_the_engine(depth: int) -> None:
+    running = Driver(max_running=4, depth=depth)
+    prompts = {f"f{number}": [number, 2, 3] for number in range(12)}
+    for name, prompt in prompts.items():
+        running.submit(name, prompt, new=60, caller=FLOOD)
+    for _ in range(5):
+        running.step()
+    for number in range(6):
+        running.submit(f"n{number}", [4, 5, number], new=2, caller=NEXT)
+    running.run()
+    assert all(isinstance(end, Finished) for end in running.ends.values())
+    order = list(running.ends)
+    assert order.index("n0") < min(order.index(name) for name in prompts)
+    assert sum(running.ends[name].retractions for name in prompts) <= 6
+    for name, prompt in prompts.items():
+        assert running.outputs[name] == continuation(prompt, 60)
 
 
 @pytest.mark.parametrize(
