@@ -438,3 +438,10 @@ def test_strict_servers_refuse_what_others_report() -> None:
         assert post("/v1/chat/completions", {"messages": USER, "model": "x"}).status_code == 404
         assert post("/generate", {"text": "a", "frobnicate": 1}).status_code == 400
         assert post("/v1/chat/completions", {"messages": USER}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [b"/generate", b"/livez"])
+@pytest.mark.parametrize("length", [b"0" * 5000 + b"2", b"9" * 5000, b"0" * 5000])
+def test_a_length_of_many_digits_is_read_or_refused(site: Site, path: bytes, length: bytes) -> None:
+    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %b\r\n\r\n{}" % (path, length)
+    assert headed(site, head)[:1] == b"4"

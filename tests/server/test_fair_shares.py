@@ -245,3 +245,11 @@ def test_places_of_a_router(limits: LimitConfig) -> None:
         assert admission.inside == admission.waiting == 0
 
     asyncio.run(play())
+
+
+def test_texts_to_tokenize_are_bounded_in_all(site: Site) -> None:
+    headers = {"authorization": "Bearer flood-key"}
+    for count, status in ((5, 200), (6, 400)):
+        body = {"prompt": ["x" * 100_000] * count}
+        answer = site.http.post("/tokenize", json=body, headers=headers)
+        assert answer.status_code == status, answer.text[:200]
