@@ -28,7 +28,7 @@ _MAX_LOST = 64
 class Pool(ThreadPoolExecutor):
     """A pool of daemon threads, which do not delay the exit of the process.
 
-    Callers (`CALLER`) take turns, and one caller's jobs leave a thread for those of others. A
+    Callers (`CALLER`) take turns, and one caller's jobs leave a thread for other callers. A
     thread that works on one job for longer than `lost_s` no longer counts. The next job starts
     another thread, so that endless jobs do not block the others.
 
