@@ -63,13 +63,13 @@ class WorkerPool:
         return worker
 
     def _check_key(self, spec: WorkerSpec) -> None:
-        """ConfigError if the worker could not tell the callers of this router apart."""
+        """ConfigError if the worker could not distinguish the callers of this router."""
         server = self._config.server
         has_several = len(server.api_key.split()) > 1 or bool(server.api_key_file)
         if spec.api_key and has_several and not self._config.secret:
             raise ConfigError(
                 f"{checked_url(spec.url)} has a key of its own, and this router has several: the "
-                "worker could not tell their callers apart",
+                "worker could not distinguish their callers",
                 hint="Set BANYAN_DIST_SECRET to the same long random text for the router and its "
                 "servers, or give the servers the router's keys",
             )

@@ -151,7 +151,7 @@ class Guard:
 class TenantSigner:
     """Signs the caller of a request that a router forwards, and checks that at the server.
 
-    A router may use a key of its own for a server. The server then cannot tell the callers apart by
+    A router may use a key of its own for a server. The server then cannot distinguish callers by
     their keys, so it takes the caller from the header `TENANT`, if the signature is valid.
 
     Args:

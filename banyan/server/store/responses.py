@@ -90,7 +90,7 @@ class ResponseStore:
         """
         self._forget(stored)
         owner = stored.owner
-        # A running response cannot be dropped, so it leaves room for those of others.
+        # A running response cannot be dropped, so it leaves room for other callers.
         while self._number.total >= self._number.most or not (
             stored.is_over or self._number.fits(owner)
         ):
