@@ -60,8 +60,6 @@ def test_a_table_is_written_in_the_place_of_the_old_one(tmp_path) -> None:
 
 
 TO_BE_REWRITTEN = {
-    "ascend.md",
-    "ascend_rules.md",
     "parallel.md",
     "performance.md",
     "quantization.md",
