@@ -75,10 +75,7 @@ TO_BE_REWRITTEN = {
     "hooks.md",
     "lora.md",
     "metrics.md",
-    "models.md",
-    "parallel.md",
     "performance.md",
-    "quantization.md",
     "speculation.md",
     "README.md",
 }
