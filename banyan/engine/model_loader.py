@@ -378,6 +378,7 @@ def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
         and (bool(config.handoff.role) or can_have_store(config, opened.model_config)),
         multi_step=config.schedule.multi_step,
         branching=longest_branch(config.speculative),
+        raw_logprobs=config.schedule.raw_logprobs,
         reads_all=config.model.is_watched or opened.build.watch is not None,
     )
 
