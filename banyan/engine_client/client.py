@@ -22,9 +22,9 @@ from banyan.engine_client.desired_state import ATTACH, DesiredState
 from banyan.engine_client.event_stream import EventStream, OpenStreams
 from banyan.engine_client.throughput_estimate import ThroughputEstimate
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
+from banyan.messages.frames import WireError, message_codec
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
 from banyan.messages.transport import FrontLink
-from banyan.messages.wire import WireError, message_codec
 
 log = logger(__name__)
 

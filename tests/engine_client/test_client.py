@@ -156,7 +156,7 @@ async def test_what_may_wait_for_its_constraint_fills_no_queue():
 
 @asynchronous
 async def test_a_request_larger_than_a_frame_is_refused(monkeypatch):
-    monkeypatch.setattr("banyan.messages.wire.MAX_FRAME_BYTES", 1000)
+    monkeypatch.setattr("banyan.messages.frames.MAX_FRAME_BYTES", 1000)
     async with serving(counting) as (client, _):
         with pytest.raises(RequestError, match="1000 are legal"):
             client.submit(structs.replace(generate(), embeds=bytes(1000)))
