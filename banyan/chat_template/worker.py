@@ -18,8 +18,8 @@ import jinja2
 from jinja2 import meta
 from jinja2.exceptions import SecurityError
 
+from banyan.base.child_process import LENGTH
 from banyan.base.memory import give_back, let_go
-from banyan.base.worker_process import LENGTH
 from banyan.chat_template.processes import DONE, FAILED, REFUSED, STOPPED, TASK
 from banyan.chat_template.sandbox import TemplateEnvironment, constants
 

@@ -12,7 +12,7 @@ from banyan.ascend.launch.health import npu_doctor
 from banyan.ascend.launch.machine import device_numbers
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.os import unsupported_reason
-from banyan.cli.own_flags import take
+from banyan.cli.check import take
 from banyan.config.env import Environment
 from banyan.config.schema import LoadConfig
 from banyan.hub.sources import fetch

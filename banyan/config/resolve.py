@@ -12,10 +12,10 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.delete_checkpoint import Moment, check_deletion
 from banyan.config.env import Environment
-from banyan.config.hicache import check_hicache
-from banyan.config.histogram_buckets import check_histogram_buckets
 from banyan.config.hooks import check_forward_hooks
+from banyan.config.observability import check_histogram_buckets
 from banyan.config.rules import cache, execution, model, parallel
+from banyan.config.rules.cache import check_hicache
 from banyan.config.rules.conflicts import refuse_conflicts
 from banyan.config.schema import Config
 from banyan.config.speculation import plan_drafts

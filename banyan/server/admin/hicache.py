@@ -11,7 +11,7 @@ import msgspec
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import logger, printable
-from banyan.config.hicache import store_wishes
+from banyan.config.rules.cache import store_wishes
 from banyan.config.schema import CacheConfig
 from banyan.engine_client.all_or_none import agreed
 from banyan.messages.events import BUSY, Reply

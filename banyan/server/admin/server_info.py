@@ -8,7 +8,7 @@ import asyncio
 import msgspec
 
 from banyan.config.cli import described, origins
-from banyan.config.kv_events import kv_events
+from banyan.config.observability import kv_events
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replica
 from banyan.messages.events import accept_length

@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 
 from banyan.base.errors import CapacityError, ConfigError
-from banyan.base.hosts import is_loopback
 from banyan.base.log import logger
+from banyan.base.os import is_loopback
 from banyan.config.schema import ServerConfig
 from banyan.server.http.app import App
 from banyan.server.http.auth import ANY

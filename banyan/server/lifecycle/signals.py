@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from types import FrameType
 
 from banyan.base.log import logger, printable
-from banyan.base.named_code import load_named
+from banyan.base.table import load_named
 
 log = logger(__name__)
 
