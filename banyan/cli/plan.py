@@ -34,11 +34,11 @@ _HUB_KINDS = ("catalogue", "hub file", "hub", "modelscope")
 _ROUNDED_TO = {"int8": "Q8_0", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
 """--quantization -> storage type of rounded float weights."""
 
-_ABOUT = """Shows the memory that a model takes on this machine, and how many requests of each length
-fit, without loading it. The engine divides memory in the same way. MODEL and every other flag are
-the server's (--tp-size, --kv-cache-dtype, --mem-fraction-static, --context-length …). Nothing is downloaded: of
-a model that is not here, a folder with its config.json and --load-format dummy is enough. Ends
-with 1 when what --context and --requests ask for does not fit."""
+_ABOUT = """Shows the memory that a model takes on this machine, and how many requests of each
+length fit, without loading it. The engine divides memory in the same way. MODEL and every other
+flag are the server's (--tp-size, --kv-cache-dtype, --mem-fraction-static, --context-length …).
+Nothing is downloaded: of a model that is not here, a folder with its config.json and --load-format
+dummy is enough. Ends with 1 when what --context and --requests ask for does not fit."""
 
 LIBRARY_BYTES = 256 << 20
 """Approximate memory of an engine process without weights: its libraries."""
