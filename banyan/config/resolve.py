@@ -15,7 +15,6 @@ from banyan.config.env import Environment
 from banyan.config.hooks import check_forward_hooks
 from banyan.config.observability import check_histogram_buckets
 from banyan.config.rules import cache, execution, model, parallel
-from banyan.config.rules.cache import check_hicache
 from banyan.config.rules.conflicts import refuse_conflicts
 from banyan.config.schema import Config
 from banyan.config.speculation import plan_drafts
@@ -127,7 +126,7 @@ RULES = (
     model.choose_grammar_backend,
     cache.check_states,
     cache.check_eviction,
-    check_hicache,
+    cache.check_hicache,
     check_disaggregation,
     check_histogram_buckets,
     execution.check_offload,
