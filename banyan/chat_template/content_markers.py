@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
-from banyan.tokenizer.literals import any_of
+from banyan.tokenizer.tokenizer import any_of
 
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 

@@ -242,7 +242,7 @@ def load_chat(tokenizer: Tokenizer, source: str | None = None) -> Chat:
     Raises:
         ModelError: there is no template, or it is refused.
     """
-    source = tokenizer.chat_template if source is None else source
+    source = tokenizer.facts.chat_template if source is None else source
     if source is None:
         raise ModelError(
             f"the model {printable(tokenizer.facts.source)!r} has no chat template",

@@ -36,7 +36,7 @@ from banyan.server.processes import start_engine_thread
 if TYPE_CHECKING:
     from banyan.llm import Engine
     from banyan.ops.api import Peaks
-    from banyan.runner.op_timer import OpTimer
+    from banyan.runner.profiler import OpTimer
 
 T = TypeVar("T")
 log = logger(__name__)

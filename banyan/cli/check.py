@@ -9,12 +9,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from banyan.ascend.launch.expert_rules import buffer_of
-from banyan.ascend.launch.facts import SOCS, Launch, LaunchModel, known_model, read_model
+from banyan.ascend.launch.facts import (
+    MODEL,
+    SOCS,
+    Launch,
+    LaunchModel,
+    arguments_of_words,
+    known_model,
+    read_model,
+    read_variables,
+)
 from banyan.ascend.launch.files import files_of
 from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import find_soc, own_interfaces, own_packages
 from banyan.ascend.launch.plan import LaunchPlan, Wish, check_plan, make_plan
-from banyan.ascend.launch.reading import MODEL, arguments_of_words, read_variables
 from banyan.ascend.launch.recipes import DECODE, PREFILL, SERVE
 from banyan.ascend.launch.rules import check as check_rules
 from banyan.ascend.launch.rules import left_out

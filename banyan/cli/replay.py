@@ -26,8 +26,7 @@ from banyan.cli.client import Client
 from banyan.config.env import read_environment
 from banyan.engine.journal import JournalRecord, Received, read_journal
 from banyan.grammar.base import GrammarFactory
-from banyan.messages.constraint import Constraint
-from banyan.messages.requests import Abort, Generate, StopAt
+from banyan.messages.requests import Abort, Constraint, Generate, StopAt
 
 if TYPE_CHECKING:  # a replay needs more than the flags
     from banyan.sim.explain import Explanation
@@ -76,7 +75,7 @@ def _grammars(served: Sequence[str]) -> Iterator[GrammarFactory | None]:
         return
     from banyan.config.cli import parse
     from banyan.config.prepare import prepare
-    from banyan.engine.grammar_setup import open_grammars
+    from banyan.engine.grammar_queue import open_grammars
 
     environment = read_environment()
     config, model_config = prepare(parse(served, environment), environment)

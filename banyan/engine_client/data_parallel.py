@@ -3,7 +3,8 @@
 A request goes to one engine and stays there, unless the engine dies before it has produced output.
 Control verbs go to all engines. If an engine dies, its remaining requests end and the others
 continue; the client is lost with the last engine. With DP attention the engines need each other
-at every step, so the worst of them is the state of all.
+at every step, so the worst of them is the state of all. `agreed` runs a verb on all replicas or on
+none.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import msgspec
 from banyan.base.errors import DeviceError, RequestError
 from banyan.base.ids import RequestId
 from banyan.base.log import logger
-from banyan.engine_client.client import EngineClient, Health, Replica
+from banyan.engine_client.client import EngineClient, Engines, Health, Replica
 from banyan.engine_client.event_stream import EventStream
 from banyan.messages.disaggregation import replica_of
 from banyan.messages.events import Ready, Reply, Stats
@@ -98,7 +99,7 @@ class DataParallelClient:
         if wanted >= 0:
             return self._engines[wanted].submit(generate)
         alive = self._working() or self._alive() or self._engines
-        requests, tokens = [e.num_open for e in alive], [e.open_tokens for e in alive]
+        requests, tokens = [len(e.streams) for e in alive], [e.streams.tokens for e in alive]
         stream = alive[self._route(requests, tokens, self._sent)].submit(generate)
         self._sent += 1
         return stream
@@ -162,7 +163,7 @@ class DataParallelClient:
         """Move the requests that wait for a lost engine to live engines, if there are any."""
         able = () if self._is_prefill_side else self._working()
         for stream in lost.streams.release() if able else ():
-            requests, tokens = [e.num_open for e in able], [e.open_tokens for e in able]
+            requests, tokens = [len(e.streams) for e in able], [e.streams.tokens for e in able]
             able[self._route(requests, tokens, self._sent)].take_over(stream)
             self._sent += 1
 
@@ -183,10 +184,6 @@ class DataParallelClient:
         return [replace(part, rank=number) for number, part in enumerate(parts)]
 
     @property
-    def num_open(self) -> int:
-        return sum(engine.num_open for engine in self._engines)
-
-    @property
     def stats(self) -> Stats:
         """Sums over the engines; ages are the maximum."""
         parts = [msgspec.structs.asdict(engine.stats) for engine in self._engines]
@@ -195,12 +192,36 @@ class DataParallelClient:
         oldest = {"step_age_s": max(part["step_age_s"] for part in parts)}
         return Stats(**sums | oldest | {k: silent[k] for k in ("silent_rank", "silent_s")})
 
-    @property
-    def stats_at_s(self) -> float:
-        return min(engine.stats_at_s for engine in self._engines)
-
     def _working(self) -> list[EngineClient]:
         return [engine for engine in self._engines if engine.health().progressing]
 
     def _alive(self) -> list[EngineClient]:
         return [engine for engine in self._engines if engine.health().alive]
+
+
+async def agreed(
+    engines: Engines,
+    verb: str,
+    timeout_s: float,
+    is_paused: bool,
+    **args: str | int | float | bool,
+) -> Reply:
+    """Run a verb that has a trial form ("try_" + verb, engine/control.py) on all replicas or none:
+    each tries first while all are paused. The ranks of one replica agree by themselves
+    (runner/control_ops.py).
+
+    Args:
+        is_paused: the caller has paused the engines and will resume them.
+
+    Returns: the first refusal, or the first replica's reply.
+    """
+    if sum(replica.alive for replica in engines.replicas()) < 2:
+        return await engines.control(verb, timeout_s, **args)
+    if not is_paused:
+        await engines.control("pause")
+    try:
+        tried = await engines.control(f"try_{verb}", timeout_s, is_idle=not is_paused, **args)
+        return await engines.control(verb, timeout_s, **args) if tried.ok else tried
+    finally:
+        if not is_paused:
+            await engines.control("resume")

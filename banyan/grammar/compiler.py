@@ -16,7 +16,7 @@ from banyan.grammar.base import Grammar, Program
 from banyan.grammar.compile_thread import CompileJob, CompileThread
 from banyan.grammar.constrained import Constrained
 from banyan.grammar.worker_pool import LIMIT, NEVER, GrammarLimits, GrammarWorkerPool, Read, Words
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 
 _ENTRY_BYTES = 4096
 """What a cache entry takes besides the program."""

@@ -13,7 +13,7 @@ from banyan.grammar.base import Matcher
 from banyan.grammar.json_schema import WHITESPACE_LIMIT, Schema, check_schema
 from banyan.grammar.lark import lark_of
 from banyan.grammar.vocabulary import Encode, Vocabulary
-from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, Constraint
+from banyan.messages.requests import EBNF, JSON_SCHEMA, REGEX, Constraint
 
 log = logger(__name__)
 

@@ -47,7 +47,7 @@ async def create_embeddings(exchange: HttpExchange, state: ServerState) -> None:
         )
         return request, model, specs
 
-    request, model, requests = await exchange.read(read)
+    request, model, requests = await exchange.request.read(read)
     found = await vectors_of(exchange.context, state, service, requests)
     if request.dimensions is not None:
         found = [_cut(v, request.dimensions) for v in found]

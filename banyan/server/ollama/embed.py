@@ -26,7 +26,7 @@ async def embed(exchange: HttpExchange, state: ServerState) -> None:
         prompts, _ = prompts_of(request.input, "input", service.limits)
         return request, model, _requests(exchange.context, state, service, prompts, adapter)
 
-    request, model, requests = await exchange.read(read)
+    request, model, requests = await exchange.request.read(read)
     found = await vectors_of(exchange.context, state, service, requests) if requests else []
     await exchange.json(
         {
@@ -52,7 +52,9 @@ async def embed_prompt(exchange: HttpExchange, state: ServerState) -> None:
             raise RequestError("prompt must be a text", param="prompt")
         return _requests(exchange.context, state, service, [request.prompt], adapter)
 
-    (vector,) = await vectors_of(exchange.context, state, service, await exchange.read(read))
+    (vector,) = await vectors_of(
+        exchange.context, state, service, await exchange.request.read(read)
+    )
     await exchange.json({"embedding": vector.values.tolist()})
 
 

@@ -109,7 +109,7 @@ async def _answer(
     """Read the body, run it and answer; `empty` is the answer of an empty request."""
     started_ns = time.monotonic_ns()
     try:
-        request, asked = await exchange.read(read, waits=True)
+        request, asked = await exchange.request.read(read, waits=True)
     except RequestError as error:
         raise with_names(error, FIELD_NAMES) from None
     if asked is None:

@@ -21,8 +21,7 @@ from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate
-from banyan.server.http.event_writer import Later, follow
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, Later, follow
 from banyan.server.openai.fields import (
     native_sampling,
     read_fields,
@@ -61,7 +60,7 @@ async def completions(exchange: HttpExchange, state: ServerState) -> None:
         except RequestError as error:
             raise with_openai_names(error) from None
 
-    request, model, plan = await exchange.read(read)
+    request, model, plan = await exchange.request.read(read)
     extension = Extension(request, state.config.cache.store)
     rid = request.rid or context.id
     answer = CompletionAnswer(service, rid, plan, request, model, server.cache_report, extension)

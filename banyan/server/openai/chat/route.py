@@ -5,8 +5,7 @@ from contextlib import aclosing
 from banyan.base.errors import RequestError
 from banyan.requests.generation import run, unstreamed
 from banyan.server.errors import Json
-from banyan.server.http.event_writer import follow
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, follow
 from banyan.server.openai.chat.answer import ChatAnswer
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.fields import (
@@ -35,7 +34,7 @@ async def chat_completions(exchange: HttpExchange, state: ServerState) -> None:
         except RequestError as error:
             raise with_openai_names(error) from None
 
-    request, model, plan = await exchange.read(read, waits=True)
+    request, model, plan = await exchange.request.read(read, waits=True)
     extension = Extension(request, state.config.cache.store)
     options = request.stream_options
     answer = ChatAnswer(
