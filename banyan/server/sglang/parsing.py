@@ -10,8 +10,7 @@ from banyan.base.table import Table
 from banyan.base.thread_pool import off_loop
 from banyan.parsers.answer_deltas import AnswerDelta, TextDelta, ToolCallArguments, ToolCallStart
 from banyan.parsers.choice import NONE
-from banyan.parsers.reasoning import REASONING_PARSERS
-from banyan.parsers.reasoning.base import ReasoningParser, SegmentKind
+from banyan.parsers.reasoning import REASONING_PARSERS, ReasoningParser, SegmentKind
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolParser
 from banyan.parsers.tool_calls.definitions import read_tools

@@ -11,7 +11,7 @@ from banyan.parsers.answer_deltas import (
     ToolCallStart,
 )
 from banyan.parsers.answer_parser import AnswerParser
-from banyan.parsers.reasoning.base import ReasoningTokenCounter
+from banyan.parsers.reasoning import ReasoningTokenCounter
 from banyan.requests.generation import Arrival, Finish, TextChunk, TokenScore
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate

@@ -10,7 +10,7 @@ from banyan.base.errors import RequestError
 from banyan.chat_template.template import ChatTemplate
 from banyan.messages.requests import NO_SCORES
 from banyan.parsers.answer_parser import AnswerFormat
-from banyan.parsers.reasoning.base import ReasoningFormat
+from banyan.parsers.reasoning import ReasoningFormat
 from banyan.requests.constraint import start_after
 from banyan.requests.context import RequestContext
 from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
