@@ -17,7 +17,7 @@ from banyan.server.admin import (
 )
 from banyan.server.admin.metrics import show_metrics
 from banyan.server.admin.unavailable import unavailable_routes
-from banyan.server.anthropic.messages import anthropic_routes
+from banyan.server.anthropic.route import anthropic_routes
 from banyan.server.batches.route import BatchRequest, batch, batches
 from banyan.server.console.files import console_routes
 from banyan.server.embeddings import scores
@@ -28,8 +28,8 @@ from banyan.server.http.app import App
 from banyan.server.http.exchange import SEND_TIMEOUT_S
 from banyan.server.http.listen import HttpListener
 from banyan.server.http.route import Body, Route
-from banyan.server.ollama.routes import ollama_routes
-from banyan.server.openai.chat.route import chat_completions
+from banyan.server.ollama.route import ollama_routes
+from banyan.server.openai.chat_completions import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.openai.files import file, files
 from banyan.server.openai.models import list_models, show_model

@@ -12,7 +12,7 @@ from banyan.engine_client.request_log import RequestLog
 from banyan.engine_client.text_generator import with_log
 from banyan.server.embeddings.sglang import refuse_fields
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 log = logger(__name__)

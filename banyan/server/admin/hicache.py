@@ -18,7 +18,7 @@ from banyan.messages.events import BUSY, Reply
 from banyan.server.admin.control import LOAD_S
 from banyan.server.embeddings.sglang import refuse_fields
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 log = logger(__name__)

@@ -14,7 +14,7 @@ from banyan.messages.control_ops import MEMORY_TAGS
 from banyan.messages.events import Reply
 from banyan.server.admin.control import LOAD_S
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 log = logger(__name__)

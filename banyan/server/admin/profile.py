@@ -8,7 +8,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 _START_S = 60.0

@@ -22,7 +22,7 @@ from banyan.server.embeddings.openai import create_embeddings
 from banyan.server.errors import Json, error_body, internal
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.limits import strict_json
-from banyan.server.openai.chat.route import chat_completions
+from banyan.server.openai.chat_completions import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.responses.route import create as create_response
 from banyan.server.state import Handler, ServerState

@@ -25,8 +25,8 @@ from banyan.server.batches.lines import (
 )
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
 from banyan.server.openai.files import PURPOSE, listed, page
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 from banyan.server.store.batch_output import AnswerLog
 from banyan.server.store.batches import BatchStore, Fault, StoredBatch

@@ -15,7 +15,7 @@ from banyan.server.embeddings.sglang import (
 )
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 _FIELDS = frozenset((*COMMON, "input", "encoding_format", "dimensions"))

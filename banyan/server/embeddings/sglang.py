@@ -18,8 +18,8 @@ from banyan.requests.embeddings import (
 from banyan.requests.request_spec import RequestSpec
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
 from banyan.server.openai.models import model_and_adapters
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState, Service
 
 COMMON = ("model", "lora_path", "rid", "priority", "cache_salt", "extra_key", "user")

@@ -16,7 +16,7 @@ from banyan.parsers.tool_calls.base import ToolParser
 from banyan.parsers.tool_calls.definitions import read_tools
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 T = TypeVar("T")

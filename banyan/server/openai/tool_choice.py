@@ -1,6 +1,5 @@
 """tools, tool_choice and parallel_tool_calls: which tools the prompt shows, which calls are parsed
-from the answer, and which calls a grammar enforces.
-"""
+from the answer, and which calls a grammar enforces."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
