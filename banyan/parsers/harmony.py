@@ -4,8 +4,8 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
     <|start|>assistant<|channel|>final<|message|>…<|return|>
 
-The analysis channel is the reasoning. Calls are messages to functions.NAME, mostly in the commentary
-channel; the reasoning parser passes them on unchanged.
+The analysis channel is the reasoning. Calls are messages to functions.NAME, mostly in the
+commentary channel; the reasoning parser passes them on unchanged.
 
 Source: the Harmony response format guide of gpt-oss.
 """

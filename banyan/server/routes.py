@@ -3,6 +3,8 @@
 import socket
 from dataclasses import replace
 
+from banyan.server import embeddings as embeddings
+from banyan.server import scores as scores
 from banyan.server.admin import (
     control,
     flight_recorder,
@@ -18,11 +20,9 @@ from banyan.server.admin import (
 from banyan.server.admin.metrics import show_metrics
 from banyan.server.admin.unavailable import unavailable_routes
 from banyan.server.anthropic.route import anthropic_routes
-from banyan.server.batches.route import BatchRequest, batch, batches
-from banyan.server.console.files import console_routes
-from banyan.server.embeddings import scores
-from banyan.server.embeddings import sglang as embeddings
-from banyan.server.embeddings.openai import EmbeddingRequest, create_embeddings
+from banyan.server.batches import BatchRequest, batch, batches
+from banyan.server.console import console_routes
+from banyan.server.embeddings import EmbeddingRequest, create_embeddings
 from banyan.server.http import auth
 from banyan.server.http.app import App
 from banyan.server.http.exchange import SEND_TIMEOUT_S
@@ -33,11 +33,11 @@ from banyan.server.openai.chat_completions import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.openai.files import file, files
 from banyan.server.openai.models import list_models, show_model
-from banyan.server.openapi.bodies import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
-from banyan.server.openapi.pages import page_routes
+from banyan.server.openapi import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
 from banyan.server.responses.route import responses_routes
 from banyan.server.sglang import generate, parsing, pins, tokens
 from banyan.server.state import ServerState
+from banyan.server.web_pages import page_routes
 
 _GET = ("GET",)
 _POST = ("POST",)

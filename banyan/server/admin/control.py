@@ -10,7 +10,7 @@ from banyan.config.schema import ObserveConfig
 from banyan.engine_client.all_or_none import agreed
 from banyan.engine_client.request_log import RequestLog
 from banyan.engine_client.text_generator import with_log
-from banyan.server.embeddings.sglang import refuse_fields
+from banyan.server.embeddings import refuse_fields
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState

@@ -16,7 +16,7 @@ from banyan.config.schema import CacheConfig
 from banyan.engine_client.all_or_none import agreed
 from banyan.messages.events import BUSY, Reply
 from banyan.server.admin.control import LOAD_S
-from banyan.server.embeddings.sglang import refuse_fields
+from banyan.server.embeddings import refuse_fields
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState

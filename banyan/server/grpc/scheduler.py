@@ -32,7 +32,7 @@ from banyan.requests.generate_request import NativeRequest
 from banyan.requests.generation import TextChunk, join, run, shown_bytes, unstreamed
 from banyan.requests.sampling_params import merged
 from banyan.server.admin import health, loads, memory, requests, server_info
-from banyan.server.embeddings.sglang import vector_service
+from banyan.server.embeddings import vector_service
 from banyan.server.errors import Json
 from banyan.server.grpc.messages import (
     chunk_of,

@@ -1,4 +1,4 @@
-"""Dialects: the response format of each API, the frames of its streams and the bodies of its errors.
+"""Dialects: the response format of each API, its stream frames and its error bodies.
 
 Each route has a dialect, so that errors before the handler have its format too. Sources: the public
 references of the Messages API, the Responses API and Ollama's API.

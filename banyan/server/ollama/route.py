@@ -12,7 +12,7 @@ from banyan.requests.context import RequestContext
 from banyan.requests.embeddings import Prompt, prompts_of, shortened
 from banyan.requests.generation import run
 from banyan.requests.request_spec import RequestSpec
-from banyan.server.embeddings.sglang import VectorRequest, vector_specs, vectors_of
+from banyan.server.embeddings import VectorRequest, vector_specs, vectors_of
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OLLAMA
 from banyan.server.http.exchange import HttpExchange

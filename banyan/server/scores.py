@@ -29,7 +29,7 @@ from banyan.requests.request_spec import (
     build_specs,
 )
 from banyan.requests.sampling_params import ParsedSampling
-from banyan.server.embeddings.sglang import (
+from banyan.server.embeddings import (
     COMMON,
     VectorRequest,
     labels_of,
