@@ -1,9 +1,9 @@
 """Chat templates: messages to the text of a prompt, and to its token ids.
 
-Text inside a message never becomes a control token. To hold that, a marker separates message content
-from template text: a Unicode noncharacter that occurs nowhere in the request. It is put into the
-text of every control token in the request's strings, survives the template, and is removed from the
-result. Its positions are the characters that no control token may include.
+Text in a message never becomes a control token. A marker separates message content from template
+text: a Unicode noncharacter that occurs nowhere in the request. It is put into the text of every
+control token in the request's strings, survives the template, and is removed from the result. Its
+positions are the characters that no control token may include.
 """
 
 import json

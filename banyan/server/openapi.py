@@ -1,4 +1,4 @@
-"""The table of routes as an OpenAPI document."""
+"""The routes as an OpenAPI document, with types for bodies that no struct describes."""
 
 import re
 from collections.abc import Mapping, Sequence
