@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | bench
+# make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | bench
 #      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -21,16 +21,26 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
-.PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
+.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.demo
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@exec $(BIN)/python -m pytest $(if $(filter tests,$(TESTS)),$(PAIRED)) $(PATIENCE) $(TESTS) $(ARGS)
+	@exec $(BIN)/python -m pytest $(if $(filter tests,$(TESTS)),$(PAIRED) -m "not full") $(PATIENCE) $(TESTS) $(ARGS)
 
-# The border kit at ten times its usual length, with both runners, and on the emulated device.
+# The tests that start no process, without the longest files: the inner loop of a change; under five minutes.
+test-quick: $(VENV)/.test
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@exec $(BIN)/python -m pytest --quick -m "not full" $(PAIRED) $(PATIENCE) tests $(ARGS)
+
+# Every case of every matrix, of which `make test` runs some.
+test-full: $(VENV)/.test $(VENV)/.demo
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@exec $(BIN)/python -m pytest $(PAIRED) $(PATIENCE) tests $(ARGS)
+
+# The border kit at a hundred times its usual length, with both runners, and on the emulated device.
 test-border: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest tests/border tests/ascend/emulation/test_border.py \
@@ -66,7 +76,7 @@ test-drafts: $(VENV)/.test
 	@$(if $(REAL),$(BIN)/python -m benchmarks.speculation --model $(REAL) $(if $(DRAFT),--draft $(DRAFT)) \
 	  --rounds 50 --new 24 --flags '{"disable_adaptive_drafts": true}')
 
-# The tests that docs/security.md names; some minutes.
+# The tests of docs/security.md; some minutes.
 test-security: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest $$($(BIN)/python -m tests.trust.names) $(ARGS)

@@ -30,9 +30,8 @@ from banyan.config.prepare import prepare
 from banyan.config.rules.ignored import flags_that_need_a_server
 from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
-from banyan.engine_client.all_or_none import agreed
 from banyan.engine_client.client import EngineClient, Engines
-from banyan.engine_client.data_parallel import DataParallelClient
+from banyan.engine_client.data_parallel import DataParallelClient, agreed
 from banyan.engine_client.text_generator import open_generator
 from banyan.lora.adapter_files import AdapterPlace, checked_name
 from banyan.messages.control_ops import MEMORY_TAGS

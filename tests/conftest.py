@@ -1,9 +1,9 @@
-"""Options of the test suite."""
+"""Options of the test suite, its marks, and the order of its files."""
 
 import logging
 import os
-import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,21 +22,70 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--border-steps",
         type=int,
-        default=100_000,
-        help="random actions that the border kit plays",
+        default=10_000,
+        help="least random actions that the border kit plays",
     )
     parser.addoption(
         "--real-border-steps",
         type=int,
-        default=14_000,
-        help="steps that the border kit plays with the real runner",
+        default=2_000,
+        help="least steps that the border kit plays with the real runner",
+    )
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="leave out the files that are marked live or slow",
     )
 
 
-LIVE = re.compile(
-    "tests/(cli|clients|disaggregation|engine|engine_client|hub|kv_transfer|launch|parallel|proofs|requests|router|server|system)/"
-)
-"""Rings whose tests start processes and talk over sockets."""
+LAYERS = {
+    "": "unit",
+    "ascend/emulation/": "model",
+    "base/test_child_process": "live",
+    "base/test_torch_parts": "live",
+    "base/test_worker_process": "live",
+    "bench/test_front": "live",
+    "bench/test_peer_processes": "live",
+    "border/test_branches": "model",
+    "border/test_joined": "model",
+    "border/test_real": "model",
+    "border/test_rounded": "model",
+    "border/test_stages": "model",
+    "border/test_store": "model",
+    "chat_template/test_templates": "live",
+    "cli/": "live",
+    "clients/": "live",
+    "console/": "live",
+    "context_parallel/": "model",
+    "deploy/test_dashboards": "live",
+    "disaggregation/": "model",
+    "engine/test_multi_node": "live",
+    "hub/test_downloads": "live",
+    "kv_transfer/test_file_store": "live",
+    "layers/": "model",
+    "lora/": "model",
+    "models/": "model",
+    "models/test_plugins": "live",
+    "moe/": "model",
+    "ops/": "model",
+    "ops/test_cpu_build": "live",
+    "ops/test_cpu_stage_times": "live",
+    "parallel/": "live",
+    "pipeline/": "model",
+    "proofs/": "live",
+    "runner/": "model",
+    "server/test_batches_crash": "live",
+    "server/test_serve": "live",
+    "server/test_tool_servers": "live",
+    "system/": "live",
+    "test_llm": "live",
+    "test_repository": "live",
+    "tokenizer/test_encode": "live",
+    "trust/": "live",
+    "wheel/": "live",
+}
+"""Marks by the beginning of a file's name, the longest first: `unit` starts no process and no
+compiler, `model` computes with tiny random models in this process, `live` starts processes."""
 
 
 @pytest.fixture(autouse=True)
@@ -83,19 +132,38 @@ LONGEST = [
     "ascend/emulation/test_ranks",
     "ascend/emulation/test_layouts",
 ]
-"""Files that take longest, the longest first: where several run at a time none of them is last."""
+"""The longest files, the longest first: where several run at a time, none of them is last. They are
+marked `slow`."""
+
+
+def _name(path: str) -> str:
+    """Name of a file below tests/, without its suffix."""
+    return path.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+
+
+def _layer(name: str) -> str:
+    return LAYERS[max((part for part in LAYERS if name.startswith(part)), key=len)]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`--quick` does not import the files that it leaves out."""
+    if not config.getoption("--quick") or not collection_path.match("test_*.py"):
+        return None
+    name = _name(str(collection_path.relative_to(config.rootpath)))
+    return _layer(name) == "live" or name in LONGEST or None
 
 
 def _turn(item: pytest.Item) -> tuple[bool, int]:
-    name = item.nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+    """The emulated device comes last, because a process keeps it."""
+    name = _name(item.nodeid)
     place = LONGEST.index(name) if name in LONGEST else len(LONGEST)
     return name.startswith("ascend/emulation/"), place
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What gives torch another device runs last: the process keeps it. A live test that fails runs
-    once more and is told as RERUN: one hiccup of a machine in 13,000 tests is no verdict."""
     items.sort(key=_turn)
     for item in items:
-        if LIVE.match(item.nodeid):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+        name = _name(item.nodeid)
+        item.add_marker(_layer(name))
+        if name in LONGEST:
+            item.add_marker("slow")

@@ -23,7 +23,7 @@ from banyan.config.hicache import HOST
 from banyan.config.hooks import hook_specs
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config
-from banyan.engine_client.request_records import metrics_observers_of
+from banyan.engine_client.request_log import metrics_observers_of
 from banyan.grammar.base import BACKENDS
 from banyan.kv_transfer.store import STORES
 from banyan.model_config.model_config import ModelConfig

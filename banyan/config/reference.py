@@ -12,7 +12,7 @@ from banyan.config.schema import UNSAID
 
 _HEAD = """# Server arguments
 
-Printed by `banyan config --reference`; a test keeps this file equal to it.
+Every flag and environment variable of `banyan serve`. `banyan config --reference` prints this page.
 
 Flags can be given in three places:
 
@@ -25,10 +25,6 @@ ones. `banyan config` with the same flags prints the resulting values and where 
 
 """
 
-CONFIG_FILE_PROOF = (
-    "tests/config/test_file.py::test_a_file_in_the_form_of_the_documents_is_understood"
-)
-
 _DIFFERENCES = """## Defaults that differ from SGLang's
 
 | flag | here | SGLang |
@@ -40,11 +36,6 @@ _DIFFERENCES = """## Defaults that differ from SGLang's
 | `--kv-cache-dtype` | fp16 if kernels quantize activations, else the model's | the model's |
 | `--num-continuous-decode-steps` | 8 if steps are recorded and no other flag prevents it | 1 |
 | `--tool-call-parser`, `--reasoning-parser` | detected from the chat template | none |
-"""
-
-_PROOF_LEGEND = """
-*Proof* names the test that fails if the flag has no effect; `make test-proofs` removes the
-effect of each flag and checks that its test fails.
 """
 
 
@@ -64,7 +55,7 @@ def reference() -> str:
     """The whole page."""
     return "\n".join(
         [
-            _HEAD + count_line() + "\n" + _PROOF_LEGEND,
+            _HEAD + count_line() + "\n",
             *_working(),
             *_accepted("Ignored flags: nothing to do", IDLE),
             *_accepted("Ignored flags: missing feature", BELONGS),
@@ -87,18 +78,16 @@ def _outcome(flag: object) -> str:
 
 def _working() -> Iterator[str]:
     yield "## Flags that work\n"
-    yield f"`--{CONFIG_FILE} FILE` names a YAML or JSON file of flags. Proof:"
-    yield f"`{CONFIG_FILE_PROOF.removeprefix('tests/')}`.\n"
+    yield f"`--{CONFIG_FILE} FILE` names a YAML or JSON file of flags.\n"
     for title, flags in GROUPS:
         yield f"### {title}\n"
-        yield from _table("flag", "value", "default", "meaning", "proof")
+        yield from _table("flag", "value", "default", "meaning")
         for flag in flags:
             yield from _row(
                 _names(flag.name, *flag.aliases, *flag.old),
                 f"`{_cell(flag.metavar)}`" if flag.metavar else "",
                 _default(flag),
                 flag.help,
-                f"`{flag.proof.removeprefix('tests/')}`" if flag.proof else "",
             )
         yield ""
 

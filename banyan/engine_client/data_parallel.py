@@ -3,7 +3,8 @@
 A request goes to one engine and stays there, unless the engine dies before it has produced output.
 Control verbs go to all engines. If an engine dies, its remaining requests end and the others
 continue; the client is lost with the last engine. With DP attention the engines need each other
-at every step, so the worst of them is the state of all.
+at every step, so the worst of them is the state of all. `agreed` runs a verb on all replicas or on
+none.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import msgspec
 from banyan.base.errors import DeviceError, RequestError
 from banyan.base.ids import RequestId
 from banyan.base.log import logger
-from banyan.engine_client.client import EngineClient, Health, Replica
+from banyan.engine_client.client import EngineClient, Engines, Health, Replica
 from banyan.engine_client.event_stream import EventStream
 from banyan.messages.disaggregation import replica_of
 from banyan.messages.events import Ready, Reply, Stats
@@ -204,3 +205,31 @@ class DataParallelClient:
 
     def _alive(self) -> list[EngineClient]:
         return [engine for engine in self._engines if engine.health().alive]
+
+
+async def agreed(
+    engines: Engines,
+    verb: str,
+    timeout_s: float,
+    is_paused: bool,
+    **args: str | int | float | bool,
+) -> Reply:
+    """Run a verb that has a trial form ("try_" + verb, engine/control.py) on all replicas or none:
+    each tries first while all are paused. The ranks of one replica agree by themselves
+    (runner/control_ops.py).
+
+    Args:
+        is_paused: the caller has paused the engines and will resume them.
+
+    Returns: the first refusal, or the first replica's reply.
+    """
+    if sum(replica.alive for replica in engines.replicas()) < 2:
+        return await engines.control(verb, timeout_s, **args)
+    if not is_paused:
+        await engines.control("pause")
+    try:
+        tried = await engines.control(f"try_{verb}", timeout_s, is_idle=not is_paused, **args)
+        return await engines.control(verb, timeout_s, **args) if tried.ok else tried
+    finally:
+        if not is_paused:
+            await engines.control("resume")

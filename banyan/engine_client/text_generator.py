@@ -13,8 +13,7 @@ from banyan.config.schema import ObserveConfig
 from banyan.engine_client.client import Engines
 from banyan.engine_client.event_stream import EventStream, StreamEvent
 from banyan.engine_client.metrics_observer import MetricsObserver, ObservedGenerator
-from banyan.engine_client.request_log import RequestLog
-from banyan.engine_client.request_records import metrics_observers_of
+from banyan.engine_client.request_log import RequestLog, metrics_observers_of
 from banyan.messages.events import Finished, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_SCORES

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from banyan.config.schema import ObserveConfig, ServerConfig
-from banyan.router.breaker import BreakerRule
 from banyan.scheduler.routing import CacheAware
 
 PLAIN = "regular"
@@ -77,16 +76,19 @@ class RetryConfig:
 
 @dataclass(frozen=True)
 class BreakerConfig:
-    failures: int = BreakerRule.failures
-    successes: int = BreakerRule.successes
-    open_s: float = BreakerRule.open_s
-    window_s: float = BreakerRule.window_s
-    is_off: bool = False
+    """When the circuit breaker of a worker opens and closes.
 
-    @property
-    def rule(self) -> BreakerRule:
-        failures = 0 if self.is_off else self.failures
-        return BreakerRule(failures, self.successes, self.open_s, self.window_s)
+    Attributes:
+        failures: consecutive failures within `window_s` that open it. A success resets the count.
+        successes: consecutive successes that close it.
+        open_s: seconds after the last failure without requests.
+    """
+
+    failures: int = 10
+    successes: int = 3
+    open_s: float = 60.0
+    window_s: float = 120.0
+    is_off: bool = False
 
 
 @dataclass(frozen=True)

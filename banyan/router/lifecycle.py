@@ -11,11 +11,10 @@ import uvloop
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.log import logger
 from banyan.base.thread_pool import use_threads
-from banyan.router.admission import AdmissionLimiter
 from banyan.router.config import RouterConfig
 from banyan.router.health import HealthMonitor
 from banyan.router.routes import create_app
-from banyan.router.state import RouterMetrics, RouterState
+from banyan.router.state import AdmissionLimiter, RouterMetrics, RouterState
 from banyan.router.worker_pool import WorkerPool
 from banyan.server.http.listen import bind, check_exposure, web_server
 from banyan.server.http.tls import tls_context

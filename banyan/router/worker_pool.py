@@ -54,7 +54,7 @@ class WorkerPool:
             raise RequestError(f"a router has at most {MAX_WORKERS} workers", param="url")
         config = self._config
         worker = Worker(
-            self._numbers, spec, config.breaker.rule, config.health, config.policy.tree_bytes
+            self._numbers, spec, config.breaker, config.health, config.policy.tree_bytes
         )
         self._numbers += 1
         self.workers.append(worker)

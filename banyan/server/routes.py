@@ -1,31 +1,30 @@
-"""The table of routes, and the HTTP application over it."""
+"""The table of routes, and the HTTP application over it.
+
+Routes of SGLang and OpenAI that this build lacks are in the table too and answer 501, so that no
+known route is a silent 404.
+"""
 
 import socket
 from dataclasses import replace
 
-from banyan.server import embeddings as embeddings
-from banyan.server import scores as scores
+from banyan.base.errors import RequestError
+from banyan.server import embeddings, scores
 from banyan.server.admin import (
     control,
-    flight_recorder,
     health,
-    hicache,
-    loads,
-    lora,
     memory,
-    profile,
-    requests,
+    recordings,
     server_info,
+    weights,
 )
 from banyan.server.admin.metrics import show_metrics
-from banyan.server.admin.unavailable import unavailable_routes
 from banyan.server.anthropic.route import anthropic_routes
 from banyan.server.batches import BatchRequest, batch, batches
 from banyan.server.console import console_routes
 from banyan.server.embeddings import EmbeddingRequest, create_embeddings
 from banyan.server.http import auth
 from banyan.server.http.app import App
-from banyan.server.http.exchange import SEND_TIMEOUT_S
+from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange
 from banyan.server.http.listen import HttpListener
 from banyan.server.http.route import Body, Route
 from banyan.server.ollama.route import ollama_routes
@@ -36,13 +35,74 @@ from banyan.server.openai.models import list_models, show_model
 from banyan.server.openapi import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
 from banyan.server.responses.route import responses_routes
 from banyan.server.sglang import generate, parsing, pins, tokens
-from banyan.server.state import ServerState
+from banyan.server.state import Handler, ServerState
 from banyan.server.web_pages import page_routes
 
 _GET = ("GET",)
 _POST = ("POST",)
 _BOTH = ("GET", "POST")
 _PUT = ("POST", "PUT")
+
+_WEIGHTS = "Weights are taken from files only; POST /update_weights_from_disk names where."
+_PICKLED = (
+    "Tensors come here as pickled objects, which may run anything and are never opened: write a "
+    "checkpoint of safetensors, for speed in /dev/shm, and POST /update_weights_from_disk."
+)
+_GROUPED = (
+    "There is no group of processes to receive weights from: write a checkpoint where every rank "
+    "can read it, and POST /update_weights_from_disk."
+)
+_ONE_BY_ONE = "Weights are taken whole, by one POST /update_weights_from_disk."
+_CHECKSUMS = "Weights are not summed up; /get_weights_by_name shows any tensor of them."
+_ADAPTERS = (
+    "Tensors come here as pickled objects, which may run anything and are never opened: write a "
+    "folder of safetensors, for speed in /dev/shm, and POST /load_lora_adapter."
+)
+_TIERS = (
+    "The store of the cache is not cleared while servers use it: detach it (DELETE "
+    "/hicache/storage-backend) and remove its folder."
+)
+_LAYOUT = "What the store calls its pages depends on this release, and nobody else reads them."
+_CORPUS = "Drafts come from what the server has seen, and corpora are not read."
+_PROFILE = "No traces are sent; /start_profile and /stop_profile record the steps in a file."
+_PEERS = "A server keeps the role of --disaggregation-mode."
+_AUDIO = "Audio models are not available in this build."
+_SETTINGS = "Settings are frozen at start-up; start the server again with other flags."
+_GC = "Garbage collection needs no freezing here; nothing was done."
+
+_ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
+    "/set_internal_state": (_PUT, _SETTINGS),
+    "/clear_hicache_storage_backend": (_POST, _TIERS),
+    "/hicache/storage-backend/clear": (_POST, _TIERS),
+    "/add_external_corpus": (_POST, _CORPUS),
+    "/remove_external_corpus": (_POST, _CORPUS),
+    "/list_external_corpora": (_GET, _CORPUS),
+    "/set_trace_level": (_BOTH, _PROFILE),
+    "/freeze_gc": (_BOTH, _GC),
+    "/init_weights_update_group": (_POST, _GROUPED),
+    "/destroy_weights_update_group": (_POST, _GROUPED),
+    "/update_weights_from_distributed": (_POST, _GROUPED),
+    "/update_weights_from_tensor": (_POST, _PICKLED),
+    "/update_weights_from_ipc": (_POST, _PICKLED),
+    "/begin_weight_update": (_POST, _ONE_BY_ONE),
+    "/end_weight_update": (_POST, _ONE_BY_ONE),
+    "/weights_checker": (_BOTH, _CHECKSUMS),
+    "/init_weights_send_group_for_remote_instance": (_POST, _WEIGHTS),
+    "/send_weights_to_remote_instance": (_POST, _WEIGHTS),
+    "/remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
+    "/get_remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
+    "/slow_down": (_BOTH, _SETTINGS),
+    "/pd_role_switch": (_POST, _PEERS),
+    "/load_lora_adapter_from_tensors": (_POST, _ADAPTERS),
+}
+_PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
+    "/generate_from_file": (_POST, "Prompts as embeddings are not available in this build."),
+    "/get_hicache_l3_cache_layout": (_GET, _LAYOUT),
+    "/v1/audio/transcriptions": (_POST, _AUDIO),
+    "/v1/realtime": (_GET, _AUDIO),
+    "/v1/decisions": (_POST, "Typed questions are not available in this build."),
+    "/v1/systemone": (_POST, "Typed questions are not available in this build."),
+}
 
 
 def all_routes(has_console: bool = True) -> list[Route]:
@@ -254,10 +314,10 @@ def _information_routes() -> list[Route]:
         Route(
             "/v1/loads",
             _GET,
-            loads.show_loads,
+            server_info.show_loads,
             about="Load per replica; ?format=prometheus for gauges",
         ),
-        Route("/get_load", _GET, loads.get_load, about="Load per replica, short form"),
+        Route("/get_load", _GET, server_info.get_load, about="Load per replica, short form"),
         Route(
             "/weight_version",
             _GET,
@@ -283,17 +343,17 @@ def _request_control_routes() -> list[Route]:
         Route(
             "/requests",
             _GET,
-            requests.list_requests,
+            control.list_requests,
             auth.OWN,
             about="List running and queued requests",
         ),
         Route(
             "/abort_request",
             _POST,
-            requests.abort_request,
+            control.abort_request,
             auth.OWN,
             about="Abort requests",
-            body=Body(requests.AbortRequest),
+            body=Body(control.AbortRequest),
         ),
         Route(
             "/pause_generation",
@@ -349,10 +409,10 @@ def _cache_routes() -> list[Route]:
         Route(
             "/hicache/storage-backend",
             ("GET", "PUT", "DELETE"),
-            hicache.storage_backend,
+            memory.storage_backend,
             auth.ADMIN,
             about="Show, attach or detach the storage of the hierarchical cache",
-            body=Body(hicache.StoreRequest),
+            body=Body(memory.StoreRequest),
         ),
         Route(
             "/release_memory_occupation",
@@ -378,42 +438,42 @@ def _weight_routes() -> list[Route]:
         Route(
             "/update_weights_from_disk",
             _POST,
-            control.update_weights_from_disk,
+            weights.update_weights_from_disk,
             auth.ADMIN,
             about="Load other weights from disk",
-            body=Body(control.WeightsRequest),
+            body=Body(weights.WeightsRequest),
         ),
         Route(
             "/get_weights_by_name",
             _BOTH,
-            control.get_weights_by_name,
+            weights.get_weights_by_name,
             auth.ADMIN,
             about="Values of one weight tensor",
-            body=Body(control.WeightRequest, is_query=True),
+            body=Body(weights.WeightRequest, is_query=True),
         ),
         Route(
             "/update_weight_version",
             _POST,
-            control.update_weight_version,
+            weights.update_weight_version,
             auth.ADMIN,
             about="Set the version label of the weights",
-            body=Body(control.VersionRequest),
+            body=Body(weights.VersionRequest),
         ),
         Route(
             "/load_lora_adapter",
             _POST,
-            lora.load_adapter,
+            weights.load_adapter,
             auth.ADMIN,
             about="Load a LoRA adapter",
-            body=Body(lora.LoadRequest),
+            body=Body(weights.LoadRequest),
         ),
         Route(
             "/unload_lora_adapter",
             _POST,
-            lora.unload_adapter,
+            weights.unload_adapter,
             auth.ADMIN,
             about="Unload a LoRA adapter",
-            body=Body(lora.UnloadRequest),
+            body=Body(weights.UnloadRequest),
         ),
     ]
 
@@ -431,47 +491,63 @@ def _diagnostic_routes() -> list[Route]:
         Route(
             "/start_profile",
             _BOTH,
-            profile.start_profile,
+            recordings.start_profile,
             auth.ADMIN,
             about="Start the profiler",
-            body=Body(profile.ProfileRequest, is_query=True),
+            body=Body(recordings.ProfileRequest, is_query=True),
         ),
         Route(
             "/stop_profile",
             _BOTH,
-            profile.stop_profile,
+            recordings.stop_profile,
             auth.ADMIN,
             about="Stop the profiler and write its trace",
         ),
         Route(
             "/start_expert_distribution_record",
             _BOTH,
-            profile.start_record,
+            recordings.start_record,
             auth.ADMIN,
             about="Start recording the expert distribution",
         ),
         Route(
             "/stop_expert_distribution_record",
             _BOTH,
-            profile.stop_record,
+            recordings.stop_record,
             auth.ADMIN,
             about="Stop recording the expert distribution",
         ),
         Route(
             "/dump_expert_distribution_record",
             _BOTH,
-            profile.dump_record,
+            recordings.dump_record,
             auth.ADMIN,
             about="Write the recorded expert distribution",
         ),
         Route(
             "/flight_recorder",
             _BOTH,
-            flight_recorder.flight_recorder,
+            recordings.flight_recorder,
             auth.ADMIN,
             about="Download the latest scheduling decisions",
         ),
     ]
+
+
+def unavailable_routes() -> list[Route]:
+    found = [(auth.ADMIN, *one) for one in _ADMIN.items()]
+    found += [(auth.KEY, *one) for one in _PLAIN.items()]
+    return [
+        Route(path, methods, _refusal(text), guard, about=text, is_available=False)
+        for guard, path, (methods, text) in found
+    ]
+
+
+def _refusal(text: str) -> Handler:
+    async def refuse(exchange: HttpExchange, state: ServerState) -> None:
+        raise RequestError(text, status=501, code="not_available")
+
+    return refuse
 
 
 def open_http_listener(state: ServerState, listener: socket.socket) -> HttpListener:

@@ -22,7 +22,7 @@ from banyan.chat_template.template import Chat
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replicas
 from banyan.engine_client.metrics_observer import MetricsExporter, MetricsObserver, report_refused
-from banyan.engine_client.request_records import Recent
+from banyan.engine_client.request_log import Recent
 from banyan.engine_client.throughput_estimate import UNKNOWN_S, wait_s
 from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig

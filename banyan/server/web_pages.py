@@ -13,7 +13,7 @@ from functools import cache, partial
 from html import escape
 
 from banyan.server import console
-from banyan.server.admin.loads import living
+from banyan.server.admin.server_info import living
 from banyan.server.http import auth
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Route

@@ -1,4 +1,4 @@
-"""The reference of the flags is what the tables say, and names a test for each that works."""
+"""The reference of the flags agrees with the tables, and each flag that works names its test."""
 
 import ast
 from functools import cache
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from banyan.config.flags.flag import Flag
-from banyan.config.flags.table import GROUPS, known_flags
-from banyan.config.reference import CONFIG_FILE_PROOF, count_line, reference
+from banyan.config.flags.table import CONFIG_FILE_PROOF, GROUPS, known_flags
+from banyan.config.reference import count_line, reference
 from banyan.config.variables import IDLE, REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]

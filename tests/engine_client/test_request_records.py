@@ -12,7 +12,7 @@ from banyan.base.clock import VirtualClock
 from banyan.base.errors import ConfigError
 from banyan.config.schema import ObserveConfig
 from banyan.engine_client.metrics_observer import RequestOutcome
-from banyan.engine_client.request_records import (
+from banyan.engine_client.request_log import (
     KEPT_S,
     Recent,
     RecordFiles,

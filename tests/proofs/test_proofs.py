@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.config.flags.table import CONFIG_FILE, GROUPS
-from banyan.config.reference import CONFIG_FILE_PROOF
+from banyan.config.flags.table import CONFIG_FILE, CONFIG_FILE_PROOF, GROUPS
 from banyan.config.variables import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +41,7 @@ def outcomes(*proofs: str, without: str = "") -> tuple[dict[str, int], str]:
         environment |= {"WITHOUT_FLAG": without, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *proofs]
     if without:
-        command += ["-x", "--max-suite-reruns=0"]  # one failure is what is looked for
+        command.append("-x")  # one failure is what is looked for
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or [done.stderr]
     return {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", lines[-1])}, done.stdout

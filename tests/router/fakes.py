@@ -9,12 +9,11 @@ import httpx
 import orjson
 
 from banyan.config.schema import ServerConfig
-from banyan.router.admission import AdmissionLimiter
 from banyan.router.config import HealthConfig, RetryConfig, RouterConfig, WorkerSpec
 from banyan.router.health import HealthMonitor
 from banyan.router.lifecycle import open_metrics
 from banyan.router.routes import create_app
-from banyan.router.state import RouterState
+from banyan.router.state import AdmissionLimiter, RouterState
 from banyan.router.worker_pool import WorkerPool
 from banyan.server.http.listen import bind, web_server
 

@@ -3,7 +3,7 @@
 import h11
 import pytest
 
-from banyan.router.http_response import (
+from banyan.router.upstream import (
     FEED_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,

@@ -8,8 +8,8 @@ import pytest
 
 from banyan.router.cache_events import BadCacheEvents, _reachable, take_batch
 from banyan.router.config import PolicyConfig
+from banyan.router.forward import question_of
 from banyan.router.policies import BucketPolicy, CacheAwarePolicy, RoutingRequest
-from banyan.router.prompts import question_of
 from banyan.scheduler.prefix_hashes import Contents, token_keys
 from banyan.scheduler.routing import CacheAware, bucket, bucket_bounds
 from tests.router.fakes import BASE, router, says, specs, until, whole, workers

@@ -6,8 +6,6 @@ from typing import Any, cast
 import pytest
 
 from banyan.base.errors import ConfigError, RequestError
-from banyan.router.admission import AdmissionLimiter
-from banyan.router.breaker import BreakerRule, CircuitBreaker, CircuitState
 from banyan.router.config import (
     DECODE,
     PLAIN,
@@ -21,8 +19,9 @@ from banyan.router.config import (
 )
 from banyan.router.forward import MOST_HELD, EventBuffer, is_stream, is_worker_good
 from banyan.router.policies import RoutingRequest
+from banyan.router.state import AdmissionLimiter
 from banyan.router.upstream import UpstreamResponse, checked_url
-from banyan.router.worker import Worker
+from banyan.router.worker import CircuitBreaker, CircuitState, Worker
 from banyan.router.worker_pool import WorkerPool
 
 
@@ -31,7 +30,7 @@ def fail(breaker: CircuitBreaker, now: float) -> None:
 
 
 def test_a_breaker_opens_after_failures_that_come_together() -> None:
-    breaker = CircuitBreaker(BreakerRule(failures=3, window_s=10, open_s=5))
+    breaker = CircuitBreaker(BreakerConfig(failures=3, window_s=10, open_s=5))
     for now in (0.0, 4.0, 11.0):
         fail(breaker, now)
         assert breaker.lets_in(now)
@@ -40,14 +39,14 @@ def test_a_breaker_opens_after_failures_that_come_together() -> None:
 
 
 def test_a_success_between_failures_starts_the_count_again() -> None:
-    breaker = CircuitBreaker(BreakerRule(failures=3))
+    breaker = CircuitBreaker(BreakerConfig(failures=3))
     for now in range(30):
         breaker.end(now % 3 == 2, breaker.begin(now), now)
         assert breaker.lets_in(now)
 
 
 def test_what_says_nothing_of_a_worker_neither_counts_nor_starts_the_count_again() -> None:
-    breaker = CircuitBreaker(BreakerRule(failures=3))
+    breaker = CircuitBreaker(BreakerConfig(failures=3))
     for now in range(100):
         breaker.end(None, breaker.begin(now), now)
     for now in (100, 102):
@@ -59,7 +58,7 @@ def test_what_says_nothing_of_a_worker_neither_counts_nor_starts_the_count_again
 
 
 def test_a_trial_while_a_breaker_is_open_counts_like_any_other() -> None:
-    breaker = CircuitBreaker(BreakerRule(failures=1, successes=2, open_s=5))
+    breaker = CircuitBreaker(BreakerConfig(failures=1, successes=2, open_s=5))
     fail(breaker, 0.0)
     fail(breaker, 3.0)
     assert breaker.state(7.9) is CircuitState.OPEN and breaker.state(8.0) is CircuitState.HALF_OPEN
@@ -142,7 +141,7 @@ def test_what_is_no_address_of_a_worker_is_refused(url: str) -> None:
 
 
 def test_a_breaker_that_was_open_lets_in_one_at_a_time_until_enough_succeed() -> None:
-    breaker = CircuitBreaker(BreakerRule(failures=1, successes=2, open_s=5))
+    breaker = CircuitBreaker(BreakerConfig(failures=1, successes=2, open_s=5))
     fail(breaker, 0.0)
     assert breaker.lets_in(5.0)
     probe = breaker.begin(5.0)
@@ -154,21 +153,21 @@ def test_a_breaker_that_was_open_lets_in_one_at_a_time_until_enough_succeed() ->
 
 
 def test_a_breaker_that_fails_its_trial_opens_again() -> None:
-    breaker = CircuitBreaker(BreakerRule(failures=1, open_s=5))
+    breaker = CircuitBreaker(BreakerConfig(failures=1, open_s=5))
     fail(breaker, 0.0)
     fail(breaker, 5.0)
     assert breaker.state(9.9) is CircuitState.OPEN and breaker.state(10.0) is CircuitState.HALF_OPEN
 
 
 def test_a_client_that_leaves_a_trial_speaks_neither_for_nor_against() -> None:
-    breaker = CircuitBreaker(BreakerRule(failures=1, successes=1, open_s=5))
+    breaker = CircuitBreaker(BreakerConfig(failures=1, successes=1, open_s=5))
     fail(breaker, 0.0)
     breaker.end(None, breaker.begin(6.0), 6.5)
     assert breaker.state(6.5) is CircuitState.HALF_OPEN and breaker.lets_in(6.5)
 
 
 def test_a_breaker_may_never_open() -> None:
-    breaker = CircuitBreaker(BreakerRule(failures=0))
+    breaker = CircuitBreaker(BreakerConfig(is_off=True))
     for _ in range(100):
         fail(breaker, 0.0)
     assert breaker.lets_in(0.0)

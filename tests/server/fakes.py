@@ -26,8 +26,7 @@ from banyan.requests.generation import Finish, TextChunk, TokenScore, Usage
 from banyan.requests.request_spec import RequestSpec
 from banyan.requests.sampling_params import Limits
 from banyan.server.http.app import App
-from banyan.server.http.connection import connections
-from banyan.server.http.listen import bind
+from banyan.server.http.listen import bind, connections
 from banyan.server.routes import create_app
 from banyan.server.state import ServerState, Service
 from banyan.tokenizer.tokenizer import Tokenizer, TokenizerFacts

@@ -26,7 +26,7 @@ from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
 from banyan.messages.requests import Abort, Generate
 from banyan.messages.transport import SocketEngineLink
 from banyan.model_config.model_config import ModelConfig
-from banyan.server.lifecycle import serve, signals, startup
+from banyan.server.lifecycle import serve, startup
 from banyan.server.lifecycle.serve import run_server
 from tests.server.fakes import MODEL_CONFIG
 
@@ -122,7 +122,7 @@ def main() -> int:
         startup._load_tokenizer = busy_for_ever
 
     if folder.endswith("stuck"):
-        signals.STUCK = signal.SIGQUIT  # number 3
+        serve.STUCK = signal.SIGQUIT  # number 3
     if folder.endswith("deaf"):
         serve.LEAVING_S = 1.0
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from banyan.engine_client.request_log import RequestLog
-from banyan.server.http import access_log
+from banyan.server.http import app as access_log
 from tests.server.fakes import Site, refusal, steps
 from tests.support.flags import config_of
 
 USER = [{"role": "user", "content": "Hi"}]
-LINES = ("banyan.server.http.access_log", "banyan.engine_client.request_log")
+LINES = ("banyan.server.http.app", "banyan.engine_client.request_log")
 
 
 @pytest.fixture

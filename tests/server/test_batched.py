@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from banyan.server.http.connection import MAX_HELD_BYTES, BatchedTransport, WriteBatch
+from banyan.server.http.listen import MAX_HELD_BYTES, BatchedTransport, WriteBatch
 
 
 class _Wire(asyncio.Transport):

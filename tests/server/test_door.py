@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.server.http import auth, connection
+from banyan.server.http import auth, listen
 from banyan.server.http.api_keys import Keys
 from banyan.server.http.app import BODIES_IN_MEMORY
 from banyan.server.http.auth import Guard
@@ -354,7 +354,7 @@ def test_a_body_where_none_is_read_is_refused_unread(site: Site, path: str) -> N
 
 
 def test_connections_beyond_the_bound_are_cut(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 0)
+    monkeypatch.setattr(listen, "MAX_CONNECTIONS", 0)
     address = ("127.0.0.1", site.port)
     with socket.create_connection(address, timeout=10) as raw, contextlib.suppress(ConnectionError):
         assert raw.recv(1) == b""
@@ -363,7 +363,7 @@ def test_connections_beyond_the_bound_are_cut(site: Site, monkeypatch: pytest.Mo
 
 
 def test_headers_that_never_end_are_408(locked: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(listen, "HEADER_TIMEOUT_S", 0.05)
     with socket.create_connection(("127.0.0.1", locked.port), timeout=10) as raw:
         raw.sendall(b"GET /livez HTTP/1.1\r\nHost: loc")
         assert raw.recv(4096).split()[1] == b"408"

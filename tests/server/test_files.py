@@ -15,7 +15,7 @@ from openai.types import FileDeleted, FileObject
 
 from banyan.base.errors import RequestError
 from banyan.config.schema import ServerConfig
-from banyan.server.http.multipart import read_form
+from banyan.server.openai.files import read_form
 from banyan.server.store.files import PIECE_BYTES
 from banyan.server.store.storage import Storage, storage_path
 from tests.server.fakes import Site

@@ -8,8 +8,7 @@ import pytest
 
 from banyan.base.errors import RequestError
 from banyan.requests.chunks import Chunks
-from banyan.server.http.event_writer import Later, follow
-from banyan.server.http.exchange import WRITE, HttpExchange
+from banyan.server.http.exchange import WRITE, HttpExchange, Later, follow
 
 
 class _Source(Chunks[str]):

@@ -13,7 +13,7 @@ from banyan.config.cli import name_of
 from banyan.config.flags.table import GROUPS
 from banyan.engine_client.client import Health, Replica
 from banyan.messages.events import Reply, Stats
-from banyan.server.admin.unavailable import unavailable_routes
+from banyan.server.routes import unavailable_routes
 from banyan.server.state import SharedProbe
 from tests.server.fakes import READY, Site
 

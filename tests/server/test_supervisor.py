@@ -20,7 +20,7 @@ from tests.server.fakes import MODEL_CONFIG
 from tests.support.flags import config_of
 
 READY = Ready(max_total_tokens=64, max_request_tokens=64, max_running=1)
-CONFIG = Config(server=ServerConfig(engine_restarts=3, heartbeat_timeout_s=0.4))
+CONFIG = Config(server=ServerConfig(engine_restarts=3, heartbeat_timeout_s=60.0))
 
 
 @dataclass
@@ -120,8 +120,9 @@ async def test_a_dead_engine_is_replaced_and_late_news_of_it_is_nothing():
 
 @asynchronous
 async def test_an_engine_that_says_nothing_more_is_put_down_and_replaced():
+    impatient = replace(CONFIG, server=replace(CONFIG.server, heartbeat_timeout_s=0.4))
     engines = Engines(READY)
-    supervisor = await opened(engines)
+    supervisor = await opened(engines, impatient)
     keeping = asyncio.create_task(supervisor.keep())
     engines.lives[0].is_silent = True
     await serves(supervisor, engines, 2)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from banyan.server.lifecycle.warmup import warm_up
+from banyan.server.lifecycle.startup import warm_up
 from tests.server.fakes import Site
 from tests.support.flags import config_of
 

@@ -205,11 +205,11 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
     )
     figures = "; ".join(
         f"{len(t)} × {name}: 503 after {max(noticed_s[name]):.1f} s at most, ready again after "
-        f"{statistics.median(t):.1f} s in the middle and {max(t):.1f} s at most"
+        f"{statistics.median(t):.1f} s median, {max(t):.1f} s at most"
         for name, t in took_s.items()
         if t
     )
-    print(f"\nfigure: {layout}: {figures}; {FAULTS * NUM_STREAMS} streams with one end each")
+    print(f"\nfigure: {layout}: {figures}; {FAULTS * NUM_STREAMS} streams that ended once")
     print(f"\n| {layout} | {told} | {FAULTS * NUM_STREAMS} of {FAULTS * NUM_STREAMS} | nothing |")
     if "FAULTS_JUDGED" in os.environ:
         assert max(noticed_s["SIGSTOP"], default=0.0) < NOTICED_S

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.server.lifecycle.signals import install_sigquit_handler
+from banyan.server.lifecycle.serve import install_sigquit_handler
 from banyan.sim.replay import check
 from tests.support.flags import config_of
 from tests.system.conftest import StartServer

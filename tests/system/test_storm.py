@@ -62,9 +62,9 @@ def test_a_disconnect_storm_leaves_nothing_behind_and_disturbs_nobody(server):
         wrong = [r.key for r, text in survivors if text != solo[r.key]]
         lost = (REQUESTS - len(survivors)) / REQUESTS
         print(
-            f"\nfigure: {REQUESTS:,} requests, {lost:.0%} of them given up: 0 pages, places, "
+            f"\nfigure: {REQUESTS:,} requests, {lost:.0%} of them abandoned: 0 pages, places, "
             f"descriptors and tasks left, {grown_mb:+.0f} MB; {len(wrong)} of "
-            f"{len(survivors):,} survivors differ from their solo runs"
+            f"{len(survivors):,} others differ from their runs alone"
         )
         assert len(survivors) > REQUESTS * 0.6
         assert not wrong, f"{len(wrong)} of {len(survivors)}: {wrong[:3]}"

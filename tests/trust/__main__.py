@@ -37,7 +37,7 @@ class Run:
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **words}
         self._load = os.getloadavg()[0]
         command = f"{sys.executable} -m pytest -q -s -p no:cacheprovider {line.tests}"
-        nice = "exec nice -n 19 " if line.is_beside else "exec "
+        nice = "exec nice -n 19 " if line.is_background else "exec "
         self._began = time.monotonic()
         with self._log.open("wb") as out:
             self._process = subprocess.Popen(
@@ -84,8 +84,9 @@ class Run:
 
 
 def outcome(id: str, code: int, text: str, took_s: float) -> Outcome:
-    """What pytest said: its exit status decides, its words are passed on."""
-    figures = re.findall(r"^figure: (.+)$", text, re.MULTILINE)
+    """The outcome of a pytest run: the exit status decides, the summary is passed on."""
+    lines = re.findall(r"^figure: (.+)$", text, re.MULTILINE)
+    figures = [figure for line in lines for figure in line.split("; ")]
     ends = re.findall(
         r"^(?=.*\b(?:passed|failed|skipped|error)).* in [\d.]+s.*$", text, re.MULTILINE
     )
@@ -112,9 +113,9 @@ def main() -> int:
     KEPT.mkdir(exist_ok=True)
     found = load(KEPT / "outcomes.json") or read_page(asked.docs)
     lines = [line for line in BATTERY if not wanted or line.id in wanted]
-    beside = [Run(line) for line in lines if line.is_beside]
+    background = [Run(line) for line in lines if line.is_background]
 
-    def told(done: Outcome) -> None:
+    def report(done: Outcome) -> None:
         found[done.id] = done
         save(KEPT / "outcomes.json", found)
         asked.docs.write_text(page(BATTERY, found, LEFT_OUT))
@@ -122,13 +123,13 @@ def main() -> int:
 
     try:
         for line in lines:
-            if not line.is_beside:
-                told(Run(line).end())
-        for run in beside:
+            if not line.is_background:
+                report(Run(line).end())
+        for run in background:
             print(f"{run.line.id:4} still runs: {run.line.what}", flush=True)
-            told(run.end())
+            report(run.end())
     except KeyboardInterrupt:
-        for run in beside:
+        for run in background:
             run.stop()
         return 130
     return 1 if any(found[line.id].verdict != "holds" for line in lines) else 0

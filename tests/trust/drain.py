@@ -57,7 +57,7 @@ def test_no_stream_is_cut_when_a_server_ends(server):
     answered = [end["meta_info"] for end in ends if "meta_info" in end]
     whole = sum(facts["completion_tokens"] == TOKENS for facts in answered)
     print(
-        f"\nfigure: {whole} of {STREAMS} streams whole; new requests {refused[0].status_code}, "
+        f"\nfigure: {whole} of {STREAMS} streams complete; new requests {refused[0].status_code}, "
         f"Retry-After {refused[0].headers.get('retry-after')}; /readyz {ready[0]}; exit code "
         f"{code} "
         f"{time.monotonic() - began:.1f} s after the last; {len(left)} processes left"

@@ -289,7 +289,7 @@ def none_fails(model: Path, folder: Path, asked: list[Operation], *flags: str) -
     print(
         f"\nfigure: {len(asked)} operations, each field of each: {sum(tally.statuses.values()):,} "
         f"requests ({tally.told}): {len(tally.faults)} failures of the server, the longest answer "
-        f"after {tally.longest_s:.1f} s; {len(opened)} answers to wrong keys"
+        f"after {tally.longest_s:.1f} s; {len(opened)} answers without a valid key"
     )
     assert not missed, missed
     assert not opened, opened[:5]

@@ -61,6 +61,6 @@ def test_a_helper_that_is_lost_is_replaced_and_the_server_stays_ready(server, ki
         assert running.stats()["leaked"] == 0 and running.stats()["held_pages"] == 0
     print(
         f"\nfigure: {kind}: {number.name} × {faults}: served again after {max(took_s):.1f} s at "
-        f"most; {len(failures)} requests that found out failed ({sorted(set(failures)) or 'none'})"
+        f"most; {len(failures)} requests failed ({sorted(set(failures)) or 'none'})"
     )
     assert max(took_s) < MOST_S[number] and len(failures) <= 2 * faults

@@ -222,5 +222,5 @@ def told(mutated: Tally, documented: Tally, seen: Seen, canary: Canary) -> None:
         f"{sum(documented.statuses.values()):,} of schemathesis ({documented.told}): "
         f"{len(mutated.faults) + len(documented.faults)} failures of the server, the longest "
         f"answer after {max(mutated.longest_s, documented.longest_s):.1f} s; /livez blocked for "
-        f"{seen.blocked_s * 1000:.0f} ms at most; {len(canary.songs)} answers to others unharmed"
+        f"{seen.blocked_s * 1000:.0f} ms at most; {len(canary.songs)} right answers to others"
     )

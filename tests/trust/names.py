@@ -1,22 +1,22 @@
-"""The tests that a page or a table names, and which of them do not exist."""
+"""Tests of the security checklist, and those of a list that do not exist."""
 
 import ast
-import re
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SECURITY = ROOT / "docs" / "security.md"
+SECURITY = Path(__file__).with_name("security.tsv")
+"""Items of docs/security.md with the node ids of their tests."""
 
 
-def named_in(page: Path) -> list[str]:
-    """Node ids in a page's code marks, each once, in their order."""
-    found = re.findall(r"`(tests/[\w/]+\.py::\w+)`", page.read_text(encoding="utf-8"))
-    return list(dict.fromkeys(found))
+def checklist(table: Path = SECURITY) -> list[tuple[str, str]]:
+    """(item, node id of a test) for each row of the table."""
+    rows = table.read_text(encoding="utf-8").splitlines()[1:]
+    return [(item, test) for item, test in (row.split("\t") for row in rows)]
 
 
 def missing(targets: list[str]) -> list[str]:
-    """Those of these files, folders and node ids that do not exist."""
+    """Files, folders and node ids that do not exist."""
     return [target for target in targets if not _exists(target)]
 
 
@@ -33,4 +33,4 @@ def _tests(path: Path) -> frozenset[str]:
 
 
 if __name__ == "__main__":
-    print(" ".join(named_in(SECURITY)))
+    print(" ".join(dict.fromkeys(test for _, test in checklist())))

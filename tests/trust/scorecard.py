@@ -1,4 +1,4 @@
-"""The scorecard: what became of each line, kept in a file and shown as a page."""
+"""The scorecard: the outcome of each line, kept in a file and shown as a page."""
 
 import json
 import os
@@ -15,19 +15,23 @@ from tests.trust.battery import Line
 NOT_TRIED = "not tried"
 HEAD = """# Trust
 
-What must hold whatever happens to a server, and what came out when it was tried. `make trust`
-wrote this page: each line is a command that anybody can repeat, its verdict is the command's exit
-status, and its figure is what the command printed. A line that fails says so. Lines need not be of
-one day, and each says its own. The load is that of the machine (average over a minute) when the
-line began and when it ended: times of a machine that has more to do than it has processors say
-little about the server.
+This page lists properties that a server must keep under failures, overload and malformed input,
+and the result of the last try of each. `make trust` runs the tests and writes the page. Run some
+lines alone with, for example:
 
+    make trust LINES=T7,T19
+
+"""
+EXPLANATION = """
+The exit status of a line's command decides its result. The bullets of a line are the figures that
+the command printed. Each line has its own day. The load is the machine's (average over a minute)
+at the start and the end: times on an overloaded machine say little about the server.
 """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one line."""
+    """The outcome of one line."""
 
     id: str
     verdict: str
@@ -36,16 +40,20 @@ class Outcome:
     """Names of tests."""
     took_s: float
     command: str = ""
-    """As it was run; "" = the line's own."""
+    """The command that was run; "" = the line's own."""
     loads: str = ""
-    """Load of the machine, one minute's, before and at its end."""
+    """Load of the machine (one minute's average) at the start and the end."""
     day: str = ""
-    """Of its end, UTC, as 2026-11-23; "" = that is not known."""
+    """Of its end, UTC, as 2026-11-23; "" = unknown."""
+
+    @property
+    def all_figures(self) -> list[str]:
+        failed = [f"failed: {', '.join(self.failed)}"] if self.failed else []
+        return [*self.figures, *failed]
 
     @property
     def figure(self) -> str:
-        failed = [f"failed: {', '.join(self.failed)}"] if self.failed else []
-        return "; ".join([*self.figures, *failed])
+        return "; ".join(self.all_figures)
 
 
 def load(path: Path) -> dict[str, Outcome]:
@@ -59,15 +67,18 @@ def save(path: Path, found: Mapping[str, Outcome]) -> None:
 
 
 def read_page(path: Path) -> dict[str, Outcome]:
-    """What a page shows, where nothing else is left of it."""
+    """Outcomes from an existing page, for lines that are not run again."""
+    text = path.read_text() if path.exists() else ""
     found: dict[str, Outcome] = {}
-    for row in path.read_text().splitlines() if path.exists() else ():
-        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
-        if len(cells) == 8 and cells[4].startswith("**") and cells[4] != f"**{NOT_TRIED}**":
-            id, _, _, figure, verdict, loads, day, command = cells
-            found[id] = Outcome(
-                id, verdict.split("**")[1], [figure], [], 0.0, command.strip("`"), loads, day
-            )
+    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+        id, _, rest = section.partition("\n")
+        result = re.search(r"^- Result: \*\*(.+?)\*\*.*?, (\S*), load (.*)$", rest, re.MULTILINE)
+        if result is None or result[1] == NOT_TRIED:
+            continue
+        command = re.search(r"^```\n(.+)$", rest, re.MULTILINE)
+        figures = re.findall(r"^  - (.+)$", rest, re.MULTILINE)
+        run = command[1] if command else ""
+        found[id] = Outcome(id, result[1], figures, [], 0.0, run, result[3], result[2])
     return found
 
 
@@ -75,34 +86,40 @@ def page(lines: Sequence[Line], found: Mapping[str, Outcome], left_out: Mapping[
     holding = [line for line in lines if line.id in found and found[line.id].verdict == "holds"]
     cut = sum(_is_of_another_length(line, found[line.id]) for line in holding)
     cut_words = f" ({cut} of them tried at another length than the line asks for)" if cut else ""
-    heads = ("line", "what is done", "target", "figure", "verdict", "load", "day", "command")
-    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    rows = ["| line | what is tried | result |", "|---|---|---|"]
     for line in lines:
-        outcome = found.get(line.id)
-        figure = _cell(outcome.figure) if outcome else ""
-        verdict = f"**{outcome.verdict if outcome else NOT_TRIED}**"
-        if outcome and _is_of_another_length(line, outcome):
-            verdict += " at another length"
-        cells = (
-            line.id,
-            line.what,
-            line.target,
-            figure,
-            verdict,
-            outcome.loads if outcome else "",
-            outcome.day if outcome else "",
-            f"`{_cell((outcome.command if outcome else '') or line.command)}`",
-        )
+        cells = (f"[{line.id}](#{line.id.lower()})", _cell(line.what), _result(line, found))
         rows.append("| " + " | ".join(cells) + " |")
     limits = [f"- **{ids}**: {why}" for ids, why in left_out.items()]
     return (
         HEAD
         + f"{machine()}: {len(holding)} of {len(lines)} lines hold{cut_words}.\n\n"
         + "\n".join(rows)
-        + "\n\n## What is not in it\n\n"
+        + "\n\n## Limits\n\n"
         + "\n".join(limits)
-        + "\n"
+        + "\n\n## Details\n"
+        + EXPLANATION
+        + "".join(_details(line, found) for line in lines)
     )
+
+
+def _result(line: Line, found: Mapping[str, Outcome]) -> str:
+    outcome = found.get(line.id)
+    if outcome is None:
+        return f"**{NOT_TRIED}**"
+    length = " at another length" if _is_of_another_length(line, outcome) else ""
+    return f"**{outcome.verdict}**{length}"
+
+
+def _details(line: Line, found: Mapping[str, Outcome]) -> str:
+    """The section of one line."""
+    outcome = found.get(line.id)
+    rows = [f"\n### {line.id}\n", f"- Tried: {line.what}", f"- Target: {line.target}"]
+    dated = f", {outcome.day}, load {outcome.loads}" if outcome else ""
+    rows.append(f"- Result: {_result(line, found)}{dated}")
+    rows += [f"  - {figure}" for figure in outcome.all_figures] if outcome else []
+    command = (outcome.command if outcome else "") or line.command
+    return "\n".join([*rows, "", "```", command, "```", ""])
 
 
 def _is_of_another_length(line: Line, outcome: Outcome) -> bool:

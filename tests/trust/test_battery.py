@@ -10,7 +10,7 @@ import pytest
 
 from tests.trust.__main__ import Run, outcome
 from tests.trust.battery import BATTERY, LEFT_OUT, Line
-from tests.trust.names import SECURITY, missing, named_in
+from tests.trust.names import ROOT, checklist, missing
 from tests.trust.scorecard import load, page, read_page, save
 from tests.trust.slope import slope
 
@@ -31,24 +31,23 @@ def test_no_two_lines_have_one_name_and_what_is_left_out_is_none_that_holds() ->
     assert named - set(ids) == {"T13"}
 
 
-def test_each_item_of_the_checklist_names_tests_that_exist() -> None:
-    rows = [row for row in SECURITY.read_text().splitlines() if re.match(r"\| S\d", row)]
-    assert len(rows) > 50
-    assert [row[:60] for row in rows if "`tests/" not in row] == []
-    assert missing(named_in(SECURITY)) == []
+def test_each_item_of_the_security_page_has_tests_that_exist() -> None:
+    page = ROOT / "docs" / "security.md"
+    items = re.findall(r"^\| (S\w+)", page.read_text(), re.MULTILINE)
+    assert len(items) > 50
+    assert set(items) == {item for item, _ in checklist()}
+    assert missing([test for _, test in checklist()]) == []
 
 
 def test_a_test_that_does_not_exist_is_missed(tmp_path: Path) -> None:
-    written = tmp_path / "page.md"
-    written.write_text("`tests/test_llm.py::test_that_nobody_wrote`, `tests/no.py::test_a`")
-    assert missing(named_in(written)) == [
-        "tests/test_llm.py::test_that_nobody_wrote",
-        "tests/no.py::test_a",
-    ]
+    table = tmp_path / "table.tsv"
+    names = ["tests/test_llm.py::test_that_nobody_wrote", "tests/no.py::test_a"]
+    table.write_text("item\ttest\n" + "".join(f"S1\t{name}\n" for name in names))
+    assert missing([test for _, test in checklist(table)]) == names
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "verdict", "told"),
+    ("code", "said", "verdict", "figure"),
     [
         (0, "figure: 5 of 5\n.\n3 passed, 2 deselected in 1.2s\n", "holds", "5 of 5; 3 passed"),
         (
@@ -63,9 +62,9 @@ def test_a_test_that_does_not_exist_is_missed(tmp_path: Path) -> None:
         (1, "FAILED tests/a.py::test_b\n3 passed in 5.00s", "FAILS", "3 passed; failed: test_b"),
     ],
 )
-def test_the_verdict_is_that_of_the_tests(code: int, said: str, verdict: str, told: str) -> None:
+def test_the_verdict_is_that_of_the_tests(code: int, said: str, verdict: str, figure: str) -> None:
     found = outcome("A", code, said, 1.0)
-    assert (found.verdict, found.figure) == (verdict, told)
+    assert (found.verdict, found.figure) == (verdict, figure)
 
 
 def test_a_page_shows_what_fails_and_what_was_not_tried(tmp_path: Path) -> None:
@@ -74,13 +73,12 @@ def test_a_page_shows_what_fails_and_what_was_not_tried(tmp_path: Path) -> None:
     save(tmp_path / "outcomes.json", found)
     assert load(tmp_path / "outcomes.json") == found
     shown = page(LINES, found, {"C": "why"})
-    assert "| A | what | target | 4 \\| 5; 1 failed | **FAILS** |" in shown
-    assert (
-        "| B | what | target |  | **not tried** |  |  | `N=5 python -m pytest -s tests` |" in shown
-    )
+    assert "| [A](#a) | what | **FAILS** |" in shown
+    assert "| [B](#b) | what | **not tried** |" in shown
+    assert "- Result: **FAILS**, 2026-11-23, load 0.5 – 0.7\n  - 4 | 5\n  - 1 failed\n" in shown
+    assert "- Result: **not tried**\n\n```\nN=5 python -m pytest -s tests\n```" in shown
     written = tmp_path / "trust.md"
     written.write_text(shown)
-    assert "| 0.5 – 0.7 | 2026-11-23 | `" in shown
     assert page(LINES, read_page(written), {"C": "why"}) == shown
     assert "0 of 2 lines hold" in shown and "- **C**: why" in shown
 

@@ -202,7 +202,7 @@ def test_clients_that_hardly_move_hold_up_nobody(server, kind):
         wait_until(lambda: open_files(running.pid) <= before + 4, CALL_S, "the connections to go")
         wait_until(lambda: running.stats()["held_pages"] == 0, CALL_S, "the pages to come back")
     print(
-        f"\nfigure: {SLOW} {kind}: {len(canary.songs)} answers to others unharmed, /livez blocked "
+        f"\nfigure: {SLOW} {kind}: {len(canary.songs)} right answers to others, /livez blocked "
         f"for {watch.blocked_s * 1000:.0f} ms at most, {watch.peak_mb:+.0f} MB at most"
     )
     assert watch.blocked_s < 0.5 and watch.peak_mb < 100

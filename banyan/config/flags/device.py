@@ -254,7 +254,7 @@ FLAGS = (
         "attention-backend",
         "device.attention",
         "torch_native = attention in plain PyTorch, to bisect a wrong answer (slower); other names "
-        "= the device's kernel, or that of an installed package",
+        "= the device's kernel, or an installed package's",
         choices=ATTENTION,
         plugins="banyan.attention",
         proof="tests/system/test_flag_effects.py::test_torch_attends_when_it_is_named",
@@ -340,8 +340,8 @@ FLAGS = (
     Flag(
         "offload-group-size",
         "device.offload_group",
-        "alternative to --cpu-offload-gb: layers per group, of which the last "
-        "--offload-num-in-group are kept in host memory",
+        "alternative to --cpu-offload-gb: layers per group; the last "
+        "--offload-num-in-group of each stay in host memory",
         kind=INT,
         low=-1,
         high=1 << 20,

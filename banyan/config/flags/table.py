@@ -37,6 +37,9 @@ GROUPS = (
 
 CONFIG_FILE = "config"
 """The flag of a configuration file; it owns no field."""
+CONFIG_FILE_PROOF = (
+    "tests/config/test_file.py::test_a_file_in_the_form_of_the_documents_is_understood"
+)
 
 Known = Flag | Absent | Replaced
 

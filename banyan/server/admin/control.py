@@ -1,5 +1,9 @@
-"""What operators change while the server runs: pauses and what is logged."""
+"""Open requests, pauses and logging: what operators list, abort and change while the server runs.
 
+No response contains text of a request.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -7,50 +11,32 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable, set_level
 from banyan.config.schema import ObserveConfig
-from banyan.engine_client.all_or_none import agreed
 from banyan.engine_client.request_log import RequestLog
 from banyan.engine_client.text_generator import with_log
-from banyan.server.embeddings import refuse_fields
+from banyan.messages.events import LiveRequest, Reply
+from banyan.requests.context import RequestContext
+from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 log = logger(__name__)
 
-_MODES = ("abort", "retract", "in_place")
-_MAX_NAME = 1000
-LOAD_S = 1800.0
-"""Longest wait for other weights."""
+MOST = 256
+"""Requests of one replica in a response."""
 
+_ASK_S = 5.0
+_MODES = ("abort", "retract", "in_place")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class AbortRequest(msgspec.Struct, frozen=True):
+    rid: str | None = None
+    abort_all: bool = False
 
 
 class PauseRequest(msgspec.Struct, frozen=True):
     mode: str = "abort"
-
-
-class WeightsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The last three ask for what always is so here, or for nothing that exists here."""
-
-    model_path: str
-    load_format: str | None = None
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
-    keep_pause: bool = False
-    torch_empty_cache: bool = False
-    recapture_cuda_graph: bool = False
-
-
-class WeightRequest(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    truncate_size: int | str = 100
-    """Rows; a text where it comes in the query."""
-
-
-class VersionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    new_version: str
-    abort_all_requests: bool = True
 
 
 class LoggingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +46,83 @@ class LoggingRequest(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str | None = None
 
 
+async def list_requests(exchange: HttpExchange, state: ServerState) -> None:
+    """List the caller's open requests; an administrator sees all of them.
+
+    Running requests come first, in scheduling order. `open` is larger than the list while prompts
+    are tokenized or constraints are compiled.
+    """
+    service = state.started()
+    if not exchange.context.is_admin and not exchange.context.tenant:
+        raise RequestError(
+            "without a key all requests are everybody's: only this machine may list them",
+            status=403,
+            code="forbidden",
+            hint="Start the server with --api-key",
+        )
+    replies = await service.client.ask("requests", _ASK_S, limit=MOST)
+    visible = set(
+        state.open.all()
+        if exchange.context.is_admin
+        else state.open.owned_by(exchange.context.tenant)
+    )
+    found: list[Json] = []
+    for replica, reply in replies:
+        found += [_row(replica, one) for one in _read(reply) if one.request in visible]
+    await exchange.json({"requests": found, "open": len(visible), "most_per_replica": MOST})
+
+
+def _read(reply: Reply) -> Sequence[LiveRequest]:
+    return msgspec.json.decode(reply.body, type=list[LiveRequest]) if reply.ok else ()
+
+
+def _row(replica: int, request: LiveRequest) -> Json:
+    row: Json = {"rid": request.request, "dp_rank": replica}
+    fields = msgspec.structs.asdict(request)
+    del fields["request"]
+    return row | fields
+
+
+async def abort_request(exchange: HttpExchange, state: ServerState) -> None:
+    """Abort the caller's request with this rid, or all of the caller's requests.
+
+    An administrator may abort the requests of others too. An unknown rid is no error.
+    """
+    state.started()
+    asked = typed(await exchange.json_object(), AbortRequest)
+    if not asked.rid and not asked.abort_all:
+        raise RequestError("rid or abort_all must be given", param="rid")
+    await exchange.json({"aborted": abort(state, exchange.context, asked.rid, asked.abort_all)})
+
+
+def abort(
+    state: ServerState, context: RequestContext, rid: str | None, abort_all: bool = False
+) -> int:
+    """Abort the request `rid` or all requests that the caller may abort; returns their number.
+
+    Raises:
+        RequestError: 403; without a key nobody may abort all requests.
+    """
+    service = state.started()
+    if abort_all and not context.is_admin and not context.tenant:
+        raise RequestError(
+            "without a key all requests are everybody's: name one by its rid",
+            param="abort_all",
+            status=403,
+            code="forbidden",
+        )
+    found = state.open.all() if abort_all else state.open.sequences_of(rid or "")
+    if not context.is_admin:
+        own = set(state.open.owned_by(context.tenant))
+        found = [request for request in found if request in own]
+    for request in found:
+        service.client.abort(request)
+    log.info("abort asked rid=%s found=%d", printable(rid or ""), len(found))
+    return len(found)
+
+
 async def pause_generation(exchange: HttpExchange, state: ServerState) -> None:
-    """Plan no more steps; requests that come meanwhile wait.
+    """Stop planning steps; requests that arrive meanwhile wait.
 
     `abort` ends what runs, `retract` lets it recompute later, `in_place` keeps its pages.
     """
@@ -85,68 +146,8 @@ async def continue_generation(exchange: HttpExchange, state: ServerState) -> Non
     await exchange.json({"message": reply.text, "status": "ok"})
 
 
-async def update_weights_from_disk(exchange: HttpExchange, state: ServerState) -> None:
-    """Take the weights of another checkpoint of the same model; 400 when that failed."""
-    service = state.admit()
-    raw = await exchange.json_object()
-    refuse_fields(raw, WeightsRequest.__struct_fields__, exchange.context, is_strict=True)
-    asked = typed(raw, WeightsRequest)
-    if asked.load_format not in (None, "auto"):
-        raise RequestError("load_format must be auto.", param="load_format")
-    if asked.abort_all_requests:
-        await service.client.control("abort_all")
-    path, flush = asked.model_path, asked.flush_cache
-    reply = await agreed(
-        service.client, "update_weights", LOAD_S, state.paused, path=path, flush_cache=flush
-    )
-    if reply.ok:
-        _set_version(state, asked.weight_version)
-        log.info("weights taken path=%s", printable(path))
-    stats = service.client.stats
-    body = {
-        "success": reply.ok,
-        "message": reply.text,
-        "num_paused_requests": stats.running + stats.waiting if state.paused else 0,
-    }
-    await exchange.json(body, 200 if reply.ok else 400)
-
-
-async def get_weights_by_name(exchange: HttpExchange, state: ServerState) -> None:
-    """The first rows of one tensor, under its name in the checkpoint, as numbers in lists."""
-    asked = typed(await exchange.optional_object(), WeightRequest)
-    rows = asked.truncate_size
-    if not (isinstance(rows, int) or rows.isascii() and rows.isdecimal() and len(rows) <= 9):
-        raise RequestError("truncate_size must be a whole number.", param="truncate_size")
-    if int(rows) < 1:
-        raise RequestError("truncate_size must be at least 1.", param="truncate_size")
-    if len(asked.name) > _MAX_NAME:
-        raise RequestError(f"name has {len(asked.name)} characters.", param="name")
-    client = state.admit().client
-    reply = await client.control("read_weight", LOAD_S, name=asked.name, rows=int(rows))
-    if not reply.ok:
-        raise RequestError(reply.text)
-    await exchange.whole(reply.body, 200, "application/json")
-
-
-async def update_weight_version(exchange: HttpExchange, state: ServerState) -> None:
-    """Change the label of the weights that clients see."""
-    service = state.admit()
-    asked = typed(await exchange.json_object(), VersionRequest)
-    if asked.abort_all_requests:
-        await service.client.control("abort_all")
-    _set_version(state, asked.new_version)
-    text = "The version of the weights has been changed."
-    await exchange.json({"success": True, "message": text, "new_version": asked.new_version})
-
-
-def _set_version(state: ServerState, version: str | None) -> None:
-    if version is not None:
-        model = replace(state.config.model, weight_version=version)
-        state.config = replace(state.config, model=model)
-
-
 async def configure_logging(exchange: HttpExchange, state: ServerState) -> None:
-    """Log the end of requests or not; the level of this process's lines."""
+    """Switch the log of finished requests, and set the log level of this process."""
     service = state.started()
     raw = await exchange.optional_object()
     for name, value in raw.items():
@@ -172,7 +173,7 @@ async def configure_logging(exchange: HttpExchange, state: ServerState) -> None:
 
 
 def _observed(observe: ObserveConfig, asked: LoggingRequest) -> ObserveConfig:
-    """What lines about requests are, now that an operator has asked for others."""
+    """The log settings with the fields that the operator sent."""
     level, form = asked.log_requests_level, asked.log_requests_format
     if level not in (None, 0, 1, 2, 3):
         raise RequestError("log_requests_level must be 0, 1, 2 or 3.", param="log_requests_level")

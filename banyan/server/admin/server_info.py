@@ -1,22 +1,26 @@
-"""/model_info, /server_info and /weight_version.
+"""/model_info, /server_info, /weight_version, and the load of each replica: /v1/loads, /get_load.
 
 No response contains a key, or text or tokens of a request.
 """
 
 import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 
 import msgspec
 
+from banyan.base.errors import RequestError
 from banyan.config.cli import described, origins
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replica
-from banyan.messages.events import accept_length
+from banyan.messages.events import Ready, Stats, accept_length
 from banyan.parsers.choice import NONE
-from banyan.server.admin.loads import living
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.state import ServerState
+from banyan.server.state import ServerState, Service
 
 GIB = 1 << 30
 
@@ -127,3 +131,162 @@ def _internal(replica: Replica) -> Json:
 
 def _name(parser: str) -> str | None:
     return None if parser == NONE else parser
+
+
+async def show_loads(exchange: HttpExchange, state: ServerState) -> None:
+    """The load of each replica. Values that this server does not measure are null."""
+    state.started()
+    query = exchange.query
+    unknown = query.keys() - {"dp_rank", "include", "format"}
+    if unknown:
+        raise RequestError(f"unknown parameter {sorted(unknown)[0][:80]!r}", param="include")
+    wanted = [name for name in query.get("include", "all").split(",") if name]
+    strange = [name for name in wanted if name not in (*SECTIONS, *_OTHERS)]
+    if strange:
+        known = ", ".join((*SECTIONS, *_OTHERS))
+        raise RequestError(
+            f"include must name sections of {known}, got {strange[0][:40]!r}.", param="include"
+        )
+    form = query.get("format", "json")
+    if form not in ("json", "prometheus"):
+        raise RequestError("format must be json or prometheus.", param="format")
+    if form == "prometheus":
+        await exchange.text(_prometheus(_loads(state, wanted, query.get("dp_rank"))))
+        return
+    await exchange.json(all_loads(state, wanted, query.get("dp_rank")))
+
+
+def all_loads(state: ServerState, wanted: Sequence[str], rank: str | None = None) -> Json:
+    """The body of /v1/loads.
+
+    Args:
+        wanted: the sections to include (`SECTIONS`, "all").
+        rank: only this replica; None = all.
+    """
+    return {
+        "timestamp": datetime.now(UTC).isoformat(),
+        "version": state.version,
+        "accelerator": state.config.device.name,
+        "num_accelerators": state.config.parallel.world * state.config.parallel.dp,
+        "loads": _loads(state, wanted, rank),
+    }
+
+
+def _loads(state: ServerState, wanted: Sequence[str], rank: str | None) -> list[Json]:
+    return [
+        _load(replica, state, wanted)
+        for replica in living(state.started())
+        if rank is None or rank == str(replica.rank)
+    ]
+
+
+async def get_load(exchange: HttpExchange, state: ServerState) -> None:
+    """The short form: a list with one entry per live replica."""
+    loads: list[Json] = [
+        {
+            "dp_rank": replica.rank,
+            "num_reqs": replica.stats.running + replica.stats.waiting,
+            "num_waiting_reqs": replica.stats.waiting,
+            "num_tokens": _used_tokens(replica, state),
+        }
+        for replica in living(state.started())
+    ]
+    await exchange.json(loads)
+
+
+def living(service: Service) -> list[Replica]:
+    return [replica for replica in service.client.replicas() if replica.alive]
+
+
+def _used_tokens(replica: Replica, state: ServerState) -> int:
+    return (replica.stats.held_pages + replica.stats.in_flight_pages) * state.config.cache.page_size
+
+
+def _load(replica: Replica, state: ServerState, wanted: Sequence[str]) -> Json:
+    assert replica.ready is not None, "a service is admitted when every replica is ready"
+    load = _core(replica, replica.ready, state)
+    for name, (title, section) in SECTIONS.items():
+        if name in wanted or "all" in wanted:
+            load[title] = section(replica.stats, replica.ready)
+    if "disagg" in wanted or "all" in wanted:
+        load["disaggregation"] = {"mode": state.config.handoff.mode}
+    return load
+
+
+def _core(replica: Replica, ready: Ready, state: ServerState) -> Json:
+    stats, most = replica.stats, ready.max_total_tokens
+    used = _used_tokens(replica, state)
+    return {
+        "timestamp": time.time(),
+        "dp_rank": replica.rank,
+        "num_running_reqs": stats.running,
+        "num_waiting_reqs": stats.waiting,
+        "num_waiting_uncached_tokens": None,
+        "num_used_tokens": used,
+        "num_total_tokens": used + stats.cached_pages * state.config.cache.page_size,
+        "max_total_num_tokens": most,
+        "max_running_requests": ready.max_running,
+        "token_usage": used / most if most else 0.0,
+        "gen_throughput": None,
+        "cache_hit_rate": stats.cached_tokens / max(1, stats.prompt_tokens),
+        "utilization": stats.running / max(1, ready.max_running),
+    }
+
+
+def _memory(stats: Stats, ready: Ready) -> Json:
+    found = json.loads(ready.facts).get("memory", {})
+    return {
+        "weight_gb": found.get("weight_bytes", 0) / GIB,
+        "kv_cache_gb": found.get("cache_bytes", 0) / GIB,
+        "graph_gb": 0.0,
+        "token_capacity": ready.max_total_tokens,
+    }
+
+
+def _queues(stats: Stats, ready: Ready) -> Json:
+    return {"waiting": stats.waiting, "grammar": None, "paused": None, "retracted": None}
+
+
+def _drafts(stats: Stats, ready: Ready) -> Json | None:
+    """None without speculative decoding."""
+    if not stats.verify_rows:
+        return None
+    proposed = stats.proposed_drafts
+    return {
+        "accept_length": accept_length(stats),
+        "accept_rate": stats.correct_drafts / proposed if proposed else 0.0,
+    }
+
+
+def _adapters(stats: Stats, ready: Ready) -> Json | None:
+    """None without LoRA adapters."""
+    if (rules := json.loads(ready.facts).get("adapters")) is None:
+        return None
+    return {"num_loaded": stats.adapters, "used_bytes": stats.adapter_bytes, **rules}
+
+
+_OTHERS = ("core", "disagg", "all")
+"""Values of `include` that are not in SECTIONS."""
+
+SECTIONS: Mapping[str, tuple[str, Callable[[Stats, Ready], Json | None]]] = {
+    "memory": ("memory", _memory),
+    "spec": ("speculative", _drafts),
+    "lora": ("lora", _adapters),
+    "queues": ("queues", _queues),
+    "counters": ("counters", lambda stats, ready: msgspec.structs.asdict(stats)),
+}
+"""Value of `include` -> (key of the section, function that builds it)."""
+
+
+def _prometheus(loads: list[Json]) -> str:
+    """Every number of the loads as a Prometheus gauge."""
+    lines: dict[str, list[str]] = {}
+    for load in loads:
+        parts = {"": load} | {f"{k}_": v for k, v in load.items() if isinstance(v, dict)}
+        for prefix, part in parts.items():
+            for name, value in part.items():
+                if isinstance(value, int | float) and name != "dp_rank":
+                    full = f"banyan_load_{prefix}{name}"
+                    line = f'{full}{{dp_rank="{load["dp_rank"]}"}} {value}\n'
+                    lines.setdefault(full, [f"# TYPE {full} gauge\n"]).append(line)
+    return "".join(line for gauge in lines.values() for line in gauge)

@@ -1,6 +1,9 @@
 """HttpExchange: one HTTP request and its response, written straight to the ASGI `send`.
 
-A response is a whole body or a stream of events. `fail` ends either of them in order.
+A response is a whole body or a stream of events. `fail` ends either of them in order. `follow`
+writes events in the call that delivers their chunk: a step of the engine delivers chunks to many
+streams, and waking a task for each takes longer than encoding its event. A task runs only if a
+stream has to wait.
 """
 
 import asyncio
@@ -23,6 +26,7 @@ from banyan.base.errors import RequestError
 from banyan.base.log import printable
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.engine_client.throughput_estimate import UNKNOWN_S
+from banyan.requests.chunks import Chunks
 from banyan.requests.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI
@@ -32,6 +36,9 @@ Scope = MutableMapping[str, Any]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 T = TypeVar("T")
+
+Later = Callable[[], Awaitable[bytes]]
+"""Makes a frame that needs waiting."""
 
 SEND_TIMEOUT_S = 30.0
 """A client that reads nothing for this long is cut off, and its request is aborted."""
@@ -297,6 +304,57 @@ class _Begun:
         except BaseException as error:  # pass a cancellation to the awaitable
             yield self._steps.throw(error)
         yield from self._steps
+
+
+async def follow(
+    exchange: HttpExchange, chunks: Chunks[T], frames: Callable[[T], bytes | Later]
+) -> None:
+    """Start a stream with the first chunk, and send the frame of each chunk.
+
+    The chunks wait while the client's buffer is full or `frames` waits.
+
+    Args:
+        frames: encodes a chunk; b"" = nothing to send.
+    """
+    async for first in chunks:
+        await exchange.begin_events()
+        made = frames(first)
+        while made is not None:
+            frame = made if isinstance(made, bytes) else await made()
+            if frame:
+                await exchange.event(frame)
+            made = await _write_ready(exchange, chunks, frames)
+
+
+async def _write_ready(
+    exchange: HttpExchange, chunks: Chunks[T], frames: Callable[[T], bytes | Later]
+) -> bytes | Later | None:
+    """Write until a frame has to wait, and return that; None at the end."""
+    until: asyncio.Future[bytes | Later | None] = asyncio.get_running_loop().create_future()
+
+    def more() -> None:
+        if until.done():
+            return
+        try:
+            while (chunk := chunks.take()) is not None:
+                made = frames(chunk)
+                if not isinstance(made, bytes) or (made and not exchange.write(made)):
+                    until.set_result(made)
+                    return
+                exchange.num_sent += len(made)
+                if chunks.is_quiet:
+                    return
+            if chunks.is_over:
+                until.set_result(None)
+        except Exception as error:
+            until.set_exception(error)
+
+    chunks.on_more(more)
+    more()
+    try:
+        return await until
+    finally:
+        chunks.on_more(None)
 
 
 def _never(piece: bytes) -> bool:

@@ -14,8 +14,8 @@ WarmUp = Callable[["Service", Config], Awaitable[None]]
 WARMUPS: Table[WarmUp] = Table(
     "warm-up",
     {
-        "chunk": "banyan.server.lifecycle.warmup:fill_a_step",
-        "constraint": "banyan.server.lifecycle.warmup:compile_a_constraint",
+        "chunk": "banyan.server.lifecycle.startup:fill_a_step",
+        "constraint": "banyan.server.lifecycle.startup:compile_a_constraint",
     },
     plugins="banyan.warmups",
 )

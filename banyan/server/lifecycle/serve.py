@@ -1,31 +1,38 @@
 """run_server: the server process, from bound sockets to its exit code.
 
 The listeners start before anything heavy, so that health checks are answered at once. Functions of
-the caller find the model and start the engines. SIGTERM drains.
+the caller find the model and start the engines. SIGTERM drains. After a signal to end, the process
+has a deadline, which also holds if no line of Python runs any more (`set_deadline_on`).
 """
 
 import asyncio
 import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import math
+import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from types import FrameType
 
 import uvloop
 
 from banyan.base.errors import DeviceError
-from banyan.base.log import logger
+from banyan.base.log import logger, printable
+from banyan.base.named_code import load_named
 from banyan.base.thread_pool import use_threads
 from banyan.config.schema import Config
 from banyan.engine_client.client import EngineClient
 from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.routing import ROUTES
-from banyan.server.admin.flight_recorder import dumper
+from banyan.server.admin.recordings import dumper
 from banyan.server.batches import resume_batches
 from banyan.server.http.listen import CLOSING_S, check_exposure
-from banyan.server.lifecycle import signals
 from banyan.server.lifecycle.startup import end_phase, open_service, report
 from banyan.server.lifecycle.supervisor import StartEngine, Supervisor, in_daemon_thread
 from banyan.server.listeners import LISTENERS, Listener, bind_listeners
@@ -45,6 +52,9 @@ LAST_SPANS_S = 3.0
 
 LEAVING_S = 30.0
 """Time for engines and connections to end after the drain; then the process is killed."""
+
+STUCK = signal.SIGIO
+"""Its number is the seconds that a process without running Python has left: 29."""
 
 Prepare = Callable[[], tuple[Config, ModelConfig]]
 """Fetch the model and resolve the Config. May take minutes; called from a thread."""
@@ -116,7 +126,7 @@ class Server:
         handled = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]
         for number in handled:
             loop.add_signal_handler(number, self._on_signal, number)
-        signals.set_deadline_on(handled)
+        set_deadline_on(handled)
         loop.add_signal_handler(signal.SIGUSR1, self._on_dump_signal)
         loop.add_signal_handler(signal.SIGUSR2, log.info, "SIGUSR2 has no effect")
         for listener in self._listeners:
@@ -215,7 +225,7 @@ class Server:
         self.state.config, model_config = await in_daemon_thread(self._prepare)
         end_phase(self.state.phases, "model files")
         if name := self._config.observe.sigquit_handler:
-            signals.install_sigquit_handler(name, self.state.config.model.path)
+            install_sigquit_handler(name, self.state.config.model.path)
         for supervisor in supervisors:
             supervisor.start(self.state.config, model_config)
         self.state.service = service = await open_service(self.state, model_config, fleet)
@@ -247,7 +257,7 @@ class Server:
         is_first = not self._ending.done()
         log.info("received %s", signal.Signals(number).name)
         drain_s = self._config.server.drain_timeout_s if is_first else 0.0
-        signals.extend_deadline(drain_s + LEAVING_S)
+        extend_deadline(drain_s + LEAVING_S)
         self.state.draining = True
         if is_first:
             self._ending.set_result(self._ending_of(number))
@@ -285,3 +295,50 @@ class Server:
                 signal.raise_signal(signal.SIGQUIT)
         if not self._ending.done():
             self._ending.set_result(Ending.DEAD)
+
+
+def set_deadline_on(numbers: Iterable[signal.Signals]) -> None:
+    """From now on each of these signals ends the process within STUCK seconds, unless
+    `extend_deadline` is called. Install their handlers before.
+
+    A thread of a native library may keep the interpreter's lock, so the bound must work without
+    Python. Three parts of the system do it: faulthandler, whose handler needs no lock, writes into
+    a pipe and passes the signal on to Python; the kernel signals that there is something to read
+    (O_ASYNC); and the handler of that signal is the C library's `alarm`. A handler is called with
+    the number of its signal, which `alarm` takes as seconds; SIGALRM ends the process.
+    """
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(STUCK, ctypes.cast(libc.alarm, ctypes.c_void_p))
+    fcntl.fcntl(reader, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(reader, fcntl.F_SETSIG, STUCK)
+    fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
+    for number in numbers:
+        faulthandler.register(number, writer, all_threads=False, chain=True)
+
+
+def extend_deadline(seconds: float) -> None:
+    """Python runs: give the process this many more seconds."""
+    signal.alarm(math.ceil(seconds))
+
+
+def install_sigquit_handler(name: str, checkpoint: str) -> None:
+    """Call the operator's function on SIGQUIT, as SGLang does, with the signal's number and frame.
+
+    It runs in the main thread. An exception in it is logged.
+
+    Raises:
+        ConfigError: the function does not exist, or it lies in the checkpoint's folder.
+    """
+    handler = load_named("--custom-sigquit-handler", name, checkpoint)
+
+    def call(number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except Exception:
+            log.exception("--custom-sigquit-handler %s failed", printable(name))
+
+    signal.signal(signal.SIGQUIT, call)

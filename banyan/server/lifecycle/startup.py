@@ -1,4 +1,8 @@
-"""From a started engine process to a Service, and the log lines when it is ready."""
+"""From a started engine process to a Service: load the tokenizer, warm up, log the facts.
+
+A warm-up sends the engine a request of a kind that takes longer the first time (--warmups).
+Installed packages add warm-ups as entry points of the group `banyan.warmups`.
+"""
 
 import asyncio
 import gc
@@ -10,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from banyan.base.errors import ConfigError
+from banyan.base.ids import RequestId, fresh_id
 from banyan.base.log import logger
 from banyan.base.memory import give_back, let_go
 from banyan.base.thread_pool import use_threads
@@ -17,19 +23,24 @@ from banyan.chat_template.named_templates import FillIn, fill_in_form, template_
 from banyan.chat_template.template import Chat, load_chat
 from banyan.config.defaults import with_settings
 from banyan.config.delete_checkpoint import delete_weight_files
+from banyan.config.hooks import read_prompt
 from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.engine_client.client import Replicas
 from banyan.engine_client.metrics_observer import MetricsObserver
-from banyan.engine_client.request_log import WITH_BEGINNINGS
-from banyan.engine_client.request_records import Recent, metrics_observers_of
+from banyan.engine_client.request_log import WITH_BEGINNINGS, Recent, metrics_observers_of
 from banyan.engine_client.text_generator import open_generator
+from banyan.messages.constraint import REGEX, Constraint
 from banyan.messages.events import Ready
+from banyan.messages.sampling_params import SamplingParams
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE, Parsers, choose_parsers
 from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
+from banyan.requests.generation import collect
+from banyan.requests.request_spec import spec_of
+from banyan.server.admin.health import generate_one
 from banyan.server.admin.metrics import open_labels, open_metrics
 from banyan.server.admin.traces import open_traces
-from banyan.server.lifecycle.warmup import warm_up
+from banyan.server.lifecycle import WARMUPS, named_warmups
 from banyan.server.state import ServerState, Service
 from banyan.tokenizer.load import open_tokenizer
 from banyan.tokenizer.tokenizer import Tokenizer
@@ -42,6 +53,16 @@ READY_LINE = "The server is fired up and ready to roll!"
 """Scripts wait for this line."""
 
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class _TextParts:
+    """Tokenizer, chat template and parsers."""
+
+    tokenizer: Tokenizer | None = None
+    chat: Chat | None = None
+    parsers: Parsers = field(default_factory=Parsers)
+    fill_in: FillIn | None = None
 
 
 async def open_service(state: ServerState, model_config: ModelConfig, client: Replicas) -> Service:
@@ -115,16 +136,6 @@ def _settled(config: Config, settings: Mapping[str, object]) -> Config:
     return replace(config, observe=replace(config.observe, origins=origins))
 
 
-@dataclass(frozen=True)
-class _TextParts:
-    """Tokenizer, chat template and parsers."""
-
-    tokenizer: Tokenizer | None = None
-    chat: Chat | None = None
-    parsers: Parsers = field(default_factory=Parsers)
-    fill_in: FillIn | None = None
-
-
 def _load_tokenizer(config: Config) -> _TextParts:
     server = config.server
     if server.skip_tokenizer:
@@ -165,6 +176,52 @@ async def _engine_ready(state: ServerState, client: Replicas) -> Ready:
     state.phases["engine process"] = max(0.0, waited_s - sum(own.values()))
     state.phases |= {f"engine: {name}": float(seconds) for name, seconds in own.items()}
     return ready
+
+
+async def warm_up(service: Service, config: Config) -> None:
+    """Run the chosen warm-ups; RequestError if one fails."""
+    if config.model.dump_input:
+        await _run_dump_input(service, config)
+    if not config.server.skip_warmup:
+        await generate_one(service)
+    for name in named_warmups(config):
+        await WARMUPS.load(name)(service, config)
+        log.info("warm-up done name=%s", name)
+
+
+async def _run_dump_input(service: Service, config: Config) -> None:
+    """Run the prompt of --debug-tensor-dump-input-file in one step.
+
+    It is the first request, so that no token of it is cached.
+    """
+    prompt, chunk = read_prompt(config.model.dump_input), config.schedule.chunk_tokens
+    if 0 < chunk < len(prompt):
+        raise ConfigError(
+            f"--debug-tensor-dump-input-file has {len(prompt)} tokens, and a step takes {chunk}",
+            hint="raise --chunked-prefill-size",
+        )
+    await _generate(service, prompt)
+
+
+async def fill_a_step(service: Service, config: Config) -> None:
+    """Send a prompt that fills a step, or the longest one that the model allows."""
+    schedule, limits = config.schedule, service.limits
+    step = schedule.chunk_tokens if schedule.chunk_tokens > 0 else schedule.prefill_tokens
+    longest = min(limits.context_length, limits.max_request_tokens or limits.context_length) - 1
+    await _generate(service, [0] * max(1, min(step, longest)))
+
+
+async def compile_a_constraint(service: Service, config: Config) -> None:
+    """Start the process that compiles constraints; it reads the vocabulary."""
+    await _generate(service, [0], Constraint(REGEX, "[0-9]").encode())
+
+
+async def _generate(service: Service, prompt: list[int], grammar: str = "") -> None:
+    pool = service.limits.is_embedding
+    sampling = SamplingParams(max_new_tokens=0 if pool else 1, temperature=0.0)
+    id = RequestId(f"warm-up-{fresh_id()}")
+    request = spec_of(id, prompt, sampling, grammar=grammar, pool=pool, route="warm-up")
+    await collect(service.generator, [request])
 
 
 def end_phase(phases: dict[str, float], name: str) -> None:

@@ -17,8 +17,7 @@ from banyan.parsers.reasoning import ReasoningTokenCounter
 from banyan.requests.generation import Arrival, Finish, TextChunk, TokenScore, run, unstreamed
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate
-from banyan.server.http.event_writer import follow
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, follow
 from banyan.server.openai.chat_plan import ChatPlan, plan_chat
 from banyan.server.openai.models import model_and_adapters
 from banyan.server.openai.schema import (

@@ -21,8 +21,7 @@ from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate
-from banyan.server.http.event_writer import Later, follow
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, Later, follow
 from banyan.server.openai.models import model_and_adapters
 from banyan.server.openai.prompts import check_count, checked_ids, ids_text, text_ids
 from banyan.server.openai.schema import (
