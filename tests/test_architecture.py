@@ -28,7 +28,7 @@ ARROWS = {
     "scheduler": "base config messages kv_cache grammar"
     " lora.scheduling disaggregation.scheduling pipeline.micro_batches",
     "engine": "base config model_config messages scheduler kv_cache grammar"
-    " lora.adapter_files lora.engine lora.namespaces lora.scheduling lora.rules"
+    " lora.adapter_files lora.scheduling lora.rules"
     " disaggregation.scheduling disaggregation.peer_pages dp_attention.step_clock"
     " pipeline.micro_batches",
     "sim": "base config model_config messages kv_cache scheduler grammar.base"
@@ -51,12 +51,11 @@ ARROWS = {
     "models": "layers parallel model_config families formats ops base moe.layer",
     "kv_transfer": "base config messages",
     "runner": "base config model_config messages models layers parallel ops platform kv_transfer"
-    " kv_cache.groups formats.arrays lora.load lora.pool lora.slots moe.routing_record"
+    " kv_cache.groups formats.safetensors lora.load lora.pool lora.slots moe.routing_record"
     " context_parallel pipeline.runner_stage dp_attention disaggregation.page_cutting",
     "lora": "base formats messages config model_config families hub ops layers models parallel"
     " platform moe.layer moe.rules runner.control_ops",
     "lora.scheduling": "base messages scheduler",
-    "lora.engine": "base messages scheduler",
     "lora.rules": "base config model_config moe.rules",
     "moe": "base formats messages config model_config ops layers models parallel platform"
     " lora.targets lora.adapter_config dp_attention.batch runner.control_ops runner.batch",
@@ -112,7 +111,7 @@ NO_TORCH = (
     *("base", "formats", "config", "model_config", "hub", "families", "messages", "kv_cache"),
     *("scheduler", "engine", "grammar", "sim", "tokenizer", "chat_template", "requests"),
     *("parsers", "engine_client", "server", "router", "ascend/launch", "lora/scheduling"),
-    *("lora/engine", "lora/namespaces", "lora/rules", "lora/adapter_files", "moe/rules"),
+    *("lora/rules", "lora/adapter_files", "moe/rules"),
     *("dp_attention/step_clock", "dp_attention/rules", "disaggregation", "pipeline/micro_batches"),
 )
 PURE = ("scheduler", "kv_cache", "lora/scheduling", "disaggregation/scheduling")

@@ -20,8 +20,7 @@ from banyan.chat_template.processes import (
     TemplateRefused,
     TemplateStopped,
 )
-from banyan.tokenizer.literals import any_of
-from banyan.tokenizer.tokenizer import Tokenizer
+from banyan.tokenizer.tokenizer import Tokenizer, any_of
 
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
@@ -326,7 +325,7 @@ def load_chat(tokenizer: Tokenizer, source: str | None = None) -> Chat:
     Raises:
         ModelError: there is no template, or it is refused.
     """
-    source = tokenizer.chat_template if source is None else source
+    source = tokenizer.facts.chat_template if source is None else source
     if source is None:
         raise ModelError(
             f"the model {printable(tokenizer.facts.source)!r} has no chat template",

@@ -13,7 +13,7 @@ from banyan.config.env import Environment, read_environment
 from banyan.config.prepare import prepare
 from banyan.config.schema import Config
 from banyan.engine.core_spec import memory_of_adapters
-from banyan.formats.kept import kept_size
+from banyan.formats.gguf import kept_size
 from banyan.formats.shards import size_of_weights
 from banyan.hub.sources import fetch, kind_of
 from banyan.kv_cache.sizing import MIB

@@ -52,9 +52,8 @@ from banyan.formats.shards import size_of_weights
 from banyan.kv_cache.cache import WEIGHTS_BYTES
 from banyan.kv_cache.sizing import MemoryPlan
 from banyan.kv_transfer.page_mover import PageMover
-from banyan.lora.namespaces import LoRANamespaces
 from banyan.lora.pool import LoRAPool, open_lora_pool
-from banyan.lora.scheduling import AdapterRules
+from banyan.lora.scheduling import AdapterRules, LoRANamespaces
 from banyan.messages.control_ops import (
     ControlOp,
     DropAdapter,

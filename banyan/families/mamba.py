@@ -385,7 +385,7 @@ GRANITE_HYBRID = Family(
                 "model.layers.{}.shared_mlp.input_linear": "layers.{}.mlp.shared.gate_up:gate+up",
                 "model.layers.{}.shared_mlp.output_linear": "layers.{}.mlp.shared.down",
             },
-            alone=".shared",
+            optional_part=".shared",
         ),
     },
 )

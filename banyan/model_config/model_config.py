@@ -349,7 +349,7 @@ class ModelConfig:
     quant: QuantFacts | None = None
     """None = not quantized, or a GGUF file, whose tensors name their types."""
     dtype: str = "float32"
-    eagle: DraftModelFields | None = None
+    draft_fields: DraftModelFields | None = None
     num_mtp_layers: int = 0
     """MTP layers of the checkpoint, after the last layer of the model; not in `num_layers`."""
     bos_id: int | None = None

@@ -4,7 +4,7 @@ from banyan.base.log import logger
 from banyan.context_parallel.forward import ContextParallelForward, GatheredAttention
 from banyan.context_parallel.split import share_capacity
 from banyan.layers.build import Build
-from banyan.layers.indexer import index_shape
+from banyan.layers.latent_attention import index_shape
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable, Ops
 from banyan.ops.bind import BoundOps

@@ -145,7 +145,7 @@ def _load_tokenizer(config: Config) -> _TextParts:
     give_back()  # reading a vocabulary needs several times the memory that it keeps
     source = template_source(server.chat_template)
     chat = None
-    if source is not None or tokenizer.chat_template is not None:
+    if source is not None or tokenizer.facts.chat_template is not None:
         chat = load_chat(tokenizer, source)
     template = chat.template.source if chat else ""
     takes_tools = chat is None or chat.template.takes_tools

@@ -39,18 +39,18 @@ FORMS = {
         _EIGHT_BIT_FLOATS,
     ),
     "w4afp8": QuantForm(
-        f"{_HERE}.w4afp8:open_w4afp8",
+        f"{_HERE}.fp8:open_w4afp8",
         "experts in 4-bit integers, a scale per group of inputs; the others as fp8 in blocks of "
         "128 × 128",
         "Q4_0 for experts; the others as the form fp8",
     ),
     "gptq": QuantForm(
-        f"{_HERE}.gptq:open_gptq",
+        f"{_HERE}.gptq_awq:open_gptq",
         "2, 3, 4 or 8 bits, both layouts, `desc_act`, `dynamic` settings by module",
         "Q4_0; Q4_1 with zero points; Q8_0 for 8 bits; BF16 with `desc_act`",
     ),
     "awq": QuantForm(
-        f"{_HERE}.awq:open_awq",
+        f"{_HERE}.gptq_awq:open_awq",
         "4 bits with zero points, `gemm` layout",
         "Q4_1; Q4_0 where zero points allow it",
     ),
@@ -75,7 +75,7 @@ FORMS = {
         "BF16 for 4 bits; Q8_0 for 8",
     ),
     "mxfp4": QuantForm(
-        f"{_HERE}.mxfp4:open_mxfp4",
+        f"{_HERE}.fp4:open_mxfp4",
         "stacks of experts in blocks of 32 4-bit floats (e2m1) with a power of two each (e8m0)",
         "MXFP4, to the bit",
     ),
@@ -85,7 +85,7 @@ FORMS = {
         "FP8 and MXFP8 as the form fp8; BF16 for NVFP4",
     ),
     "auto-round": QuantForm(
-        f"{_HERE}.auto_round:open_auto_round",
+        f"{_HERE}.gptq_awq:open_auto_round",
         "packed as gptq (2, 3, 4 or 8 bits) or awq (4 bits), `extra_config` by module",
         "as gptq and awq",
     ),

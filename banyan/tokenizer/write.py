@@ -1,4 +1,6 @@
-"""Writes the vocabulary of a folder as GGUF metadata (byte-level BPE only).
+"""Writes the vocabulary of one format in another: of a GGUF file as tokenizer.json,
+tokenizer_config.json, the chat template and generation_config.json; of a folder as GGUF metadata
+(byte-level BPE only). Other readers get the same ids.
 
 GGUF names the pre-tokenizer. The name is found by trial: the first one in `gguf_tokenizer.py` that
 gives the folder's ids for a test text.
@@ -9,12 +11,84 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
+from tokenizers.processors import TemplateProcessing
+
 from banyan.base.errors import BanyanError, ModelError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
+from banyan.formats.gguf import GGUFFile
 from banyan.tokenizer.folder_tokenizer import load_folder_tokenizer
 from banyan.tokenizer.gguf_tokenizer import SPLITS, GGUFVocabulary
 from banyan.tokenizer.tokenizer import Tokenizer
+
+MAX_LENGTH_KEY = "model_max_length"
+
+
+def folder_words(path: str, context_length: int, eos_ids: tuple[int, ...]) -> dict[str, bytes]:
+    """File name -> content; none where the GGUF file has no vocabulary.
+
+    Args:
+        eos_ids: those that config.json names.
+
+    Raises:
+        ModelError: the vocabulary is of an unknown kind, or inconsistent.
+    """
+    with GGUFFile.open(path) as file:
+        if "tokenizer.ggml.tokens" not in file.metadata:
+            return {}
+        tokenizer = GGUFVocabulary(path, file.metadata).tokenizer()
+    ends = list(dict.fromkeys((*eos_ids, *tokenizer.eos_ids)))
+    generation: dict[str, object] = {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    for name in ("bos", "pad"):
+        text = tokenizer.facts.named.get(f"{name}_token")
+        if text is not None:
+            generation[f"{name}_token_id"] = tokenizer.token_to_id(text)
+    files = {
+        "tokenizer.json": _with_frame(tokenizer),
+        "tokenizer_config.json": _octets(_usage(tokenizer, context_length)),
+        "generation_config.json": _octets(generation),
+    }
+    if tokenizer.facts.chat_template is not None:
+        files["chat_template.jinja"] = tokenizer.facts.chat_template.encode()
+    return files
+
+
+def _with_frame(tokenizer: Tokenizer) -> bytes:
+    """The ids before and after a text are a step of the file's own, which every reader takes."""
+    prefix, suffix = tokenizer.frame
+    backend = tokenizer.copy_of_backend()
+    if prefix or suffix:
+        texts = {id: tokenizer.id_to_token(id) or "" for id in (*prefix, *suffix)}
+        before, after = ([texts[id] for id in ids] for ids in (prefix, suffix))
+        pair = [f"{text}:1" for text in before], [f"{text}:1" for text in after]
+        backend.post_processor = TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *pair[0], "$B:1", *pair[1]],
+            special_tokens=[(text, id) for id, text in texts.items()],
+        )
+    return backend.to_str(pretty=False).encode()
+
+
+def _usage(tokenizer: Tokenizer, context_length: int) -> dict[str, object]:
+    facts = tokenizer.facts
+    usage: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        MAX_LENGTH_KEY: context_length,
+        "clean_up_tokenization_spaces": False,
+        **facts.named,
+    }
+    others = {name: text for name, text in facts.chat_templates.items() if name != "default"}
+    if others:
+        listed: list[Mapping[str, str]] = [
+            {"name": name, "template": text} for name, text in facts.chat_templates.items()
+        ]
+        usage["chat_template"] = listed
+    return usage
+
+
+def _octets(value: object) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _FILE = "tokenizer.json"
@@ -45,7 +119,7 @@ def gguf_words(folder: str, vocab_size: int, ids: Mapping[str, object]) -> dict[
         return {}
     described = cast(Mapping[str, object], json.loads(path.read_text(encoding="utf-8")))
     tokenizer = load_folder_tokenizer(folder)
-    keys = _vocabulary(described, vocab_size, folder) | _usage(tokenizer)
+    keys = _vocabulary(described, vocab_size, folder) | _gguf_usage(tokenizer)
     expected = tokenizer.encode(_TRIED)
     for name in _by_likelihood(described):
         tried = keys | {"tokenizer.ggml.pre": name}
@@ -109,7 +183,7 @@ def _pair(merge: object) -> list[str]:
     return [str(part) for part in cast(list[object], merge)]
 
 
-def _usage(tokenizer: Tokenizer) -> dict[str, object]:
+def _gguf_usage(tokenizer: Tokenizer) -> dict[str, object]:
     lead = tokenizer.encode("x") != tokenizer.encode("x", add_special_tokens=False)
     keys: dict[str, object] = {"tokenizer.ggml.add_bos_token": lead}
     for name, text in tokenizer.facts.chat_templates.items():
