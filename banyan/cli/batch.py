@@ -18,7 +18,7 @@ from banyan.config.prepare import prepare
 from banyan.config.rules.ignored import flags_that_need_a_server
 from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
-from banyan.engine_client.client import EngineClient
+from banyan.engine_client.client import ClientLimits, EngineClient
 from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.messages.transport import PrivateFolder, SocketFrontLink
 from banyan.scheduler.routing import ROUTES
@@ -113,7 +113,9 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
         stack.callback(folder.close)
         addresses = [folder.address(f"front{i}") for i in range(config.parallel.dp)]
         watchdog_s = config.schedule.watchdog_s
-        engines = [EngineClient(SocketFrontLink(a), watchdog_s=watchdog_s) for a in addresses]
+        engines = [
+            EngineClient(SocketFrontLink(a), ClientLimits(watchdog_s=watchdog_s)) for a in addresses
+        ]
         parallel = config.parallel
         fleet = DataParallelClient(
             engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention

@@ -22,7 +22,7 @@ from banyan.model_config.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from banyan.ops.api import Peaks
-    from banyan.runner.op_timer import OpTimer
+    from banyan.runner.profiler import OpTimer
 
 _CACHE_BYTES = 4
 

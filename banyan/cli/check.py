@@ -7,10 +7,18 @@ import os
 from collections.abc import Sequence
 
 from banyan.ascend.launch.expert_rules import buffer_of
-from banyan.ascend.launch.facts import SOCS, Launch, LaunchModel, known_model, read_model
+from banyan.ascend.launch.facts import (
+    MODEL,
+    SOCS,
+    Launch,
+    LaunchModel,
+    arguments_of_words,
+    known_model,
+    read_model,
+    read_variables,
+)
 from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import find_soc, own_interfaces, own_packages
-from banyan.ascend.launch.reading import MODEL, arguments_of_words, read_variables
 from banyan.ascend.launch.rules import check as check_rules
 from banyan.ascend.launch.rules import left_out
 from banyan.base.errors import ConfigError

@@ -52,7 +52,7 @@ def _grammars(served: Sequence[str]) -> Iterator[GrammarFactory | None]:
         return
     from banyan.config.cli import parse
     from banyan.config.prepare import prepare
-    from banyan.engine.grammar_setup import open_grammars
+    from banyan.engine.grammar_queue import open_grammars
 
     environment = read_environment()
     config, model_config = prepare(parse(served, environment), environment)

@@ -12,8 +12,7 @@ import msgspec
 from banyan.base.errors import BanyanError, ModelError
 from banyan.cli.client import Client
 from banyan.engine.journal import JournalRecord, Received, read_journal
-from banyan.messages.constraint import Constraint
-from banyan.messages.requests import Abort, Generate, StopAt
+from banyan.messages.requests import Abort, Constraint, Generate, StopAt
 
 _MOST_OPEN = 256
 """Most requests open at once."""

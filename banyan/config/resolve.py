@@ -17,9 +17,9 @@ from banyan.config.histogram_buckets import check_histogram_buckets
 from banyan.config.hooks import check_forward_hooks
 from banyan.config.rules import cache, execution, model, parallel
 from banyan.config.rules.conflicts import refuse_conflicts
+from banyan.config.rules.parallel import check_context_parallel
 from banyan.config.schema import Config
 from banyan.config.speculation import plan_drafts
-from banyan.context_parallel.rules import check_context_parallel
 from banyan.disaggregation.rules import check_disaggregation
 from banyan.dp_attention.rules import check_dense_tp, check_dp_attention
 from banyan.formats.shards import check_weight_files

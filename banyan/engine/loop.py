@@ -50,7 +50,7 @@ from banyan.messages.requests import (
     RunControlOps,
     StopAt,
 )
-from banyan.scheduler.multi_step import partial_tokens
+from banyan.scheduler.output_processor import partial_tokens
 
 log = logger(__name__)
 

@@ -30,8 +30,7 @@ from banyan.base.version import own_version
 from banyan.config.schema import ParallelConfig
 from banyan.engine.local_processes import LocalEngines, LocalProcesses, LocalRanks
 from banyan.engine.process_spec import ENGINE, ProcessSpec
-from banyan.messages.frames import FrameSocket
-from banyan.messages.wire import MAX_FRAME_BYTES
+from banyan.messages.frames import MAX_FRAME_BYTES, FrameSocket
 from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)

@@ -18,7 +18,7 @@ from banyan.base.errors import RequestError
 from banyan.grammar.base import Grammar, Program
 from banyan.grammar.constrained import Constrained
 from banyan.grammar.worker_pool import LIMIT, NEVER, GrammarLimits, GrammarWorkerPool, Read, Words
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 
 
 @dataclass

@@ -16,7 +16,7 @@ from banyan.base.log import logger, printable
 from banyan.grammar.base import Matcher
 from banyan.grammar.json_schema import WHITESPACE_LIMIT, Schema, check_schema
 from banyan.grammar.vocabulary import Encode, Vocabulary
-from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, Constraint
+from banyan.messages.requests import EBNF, JSON_SCHEMA, REGEX, Constraint
 
 log = logger(__name__)
 

@@ -16,7 +16,7 @@ from banyan.grammar.base import BACKENDS, Backend, Program
 from banyan.grammar.constrained import Constrained, TokenMasks
 from banyan.grammar.vocabulary import Encode, Vocabulary
 from banyan.grammar.worker import MAX_FRAME_BYTES, CompileOutcome, Job, Setup, encode_frame
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 
 log = logger(__name__)
 

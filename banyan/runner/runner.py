@@ -54,14 +54,13 @@ from banyan.runner.batch import Batch, histories
 from banyan.runner.choose_forward import open_forward
 from banyan.runner.draft_trees import Compaction, branches_of
 from banyan.runner.kvstore import KVStore
+from banyan.runner.logprobs import CHUNK_ELEMENTS, ScoredPositions, StepScores
 from banyan.runner.multi_step import MultiStep
 from banyan.runner.rank_pages import copy_after
 from banyan.runner.runner_config import Abilities, RunnerConfig
-from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, ScoredPositions, StepScores
-from banyan.runner.sampling.processors import Processors
-from banyan.runner.sampling.sampler import Sampled, Sampler
+from banyan.runner.sampler import Processors, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
-from banyan.runner.speculative.base import Drafter
+from banyan.runner.speculative import Drafter
 from banyan.runner.speculative.draft_runner import DraftModel, DraftRunner, open_draft_runner
 from banyan.runner.speculative.drafting import Drafting, TargetHiddenStates, Verified
 from banyan.runner.step_outputs import (

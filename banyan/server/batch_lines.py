@@ -332,7 +332,7 @@ async def _send(state: ServerState, line: BatchLine) -> _Reply:
     )
     reply.id, reply.warnings = exchange.context.id, exchange.context.warnings
     exchange.context.tenant = line.tenant
-    exchange.body = json.dumps(_body(state, line, exchange)).encode()
+    exchange.request.body = json.dumps(_body(state, line, exchange)).encode()
     try:
         # this task has inherited the labels of the request that created the first batch
         with nullcontext() if state.labels is None else state.labels(exchange):

@@ -51,20 +51,20 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 async def batches(exchange: HttpExchange, state: ServerState) -> None:
     """List the batches, or create one."""
-    if exchange.method == "POST":
+    if exchange.request.method == "POST":
         await _create(exchange, state)
         return
     found = (await state.storage.ready_if_used()).batches.all(owner_of(exchange.context.tenant))
-    shown, has_more = page(found, exchange.query, lambda b: b.id, _PAGE)
+    shown, has_more = page(found, exchange.request.query, lambda b: b.id, _PAGE)
     await exchange.json(listed([_shown(b, state.storage) for b in shown], has_more))
 
 
 async def batch(exchange: HttpExchange, state: ServerState) -> None:
     """Show or cancel one batch."""
     storage = await state.storage.ready_if_used()
-    id, _, verb = exchange.tail.partition("/")
+    id, _, verb = exchange.request.tail.partition("/")
     found = storage.batches.find(id, owner_of(exchange.context.tenant))
-    if exchange.method == "POST":
+    if exchange.request.method == "POST":
         if verb != "cancel":
             raise RequestError("POST goes to /v1/batches/ID/cancel", status=404, code="not_found")
         found = await _cancel(state, found)
@@ -89,7 +89,7 @@ async def resume_batches(state: ServerState) -> None:
 
 async def _create(exchange: HttpExchange, state: ServerState) -> None:
     state.admit()
-    raw = await exchange.json_object()
+    raw = await exchange.request.json_object()
     for name in raw.keys() - set(BatchRequest.__struct_fields__):
         why = "not used; nothing expires here"
         exchange.context.warn_or_refuse(name, why)
@@ -108,7 +108,7 @@ async def _create(exchange: HttpExchange, state: ServerState) -> None:
         metadata=asked.metadata,
         model=state.served_name,
         owner=owner,
-        labels=exchange.header(labels_header(state)) if state.labels is not None else "",
+        labels=exchange.request.header(labels_header(state)) if state.labels is not None else "",
     )
     await storage.batches.save(made)
     _start(state, storage.batches)

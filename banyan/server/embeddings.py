@@ -67,7 +67,7 @@ async def encode(exchange: HttpExchange, state: ServerState) -> None:
         specs = vector_specs(exchange.context, state, service, request, prompts, "encode", adapters)
         return request, specs, is_list
 
-    request, requests, is_list = await exchange.read(read)
+    request, requests, is_list = await exchange.request.read(read)
     with state.open.holding(requests, exchange.context.tenant):
         answers = await vectors.answer(requests, request.dimensions)
     await exchange.json(answers if is_list else answers[0])
@@ -87,7 +87,7 @@ async def classify(exchange: HttpExchange, state: ServerState) -> None:
             exchange.context, state, service, request, prompts, "classify", adapters
         )
 
-    model, requests = await exchange.read(read)
+    model, requests = await exchange.request.read(read)
     found = await vectors_of(exchange.context, state, service, requests)
     entries: list[Json] = []
     for index, vector in enumerate(found):
@@ -200,7 +200,7 @@ async def create_embeddings(exchange: HttpExchange, state: ServerState) -> None:
         )
         return request, model, specs
 
-    request, model, requests = await exchange.read(read)
+    request, model, requests = await exchange.request.read(read)
     found = await vectors_of(exchange.context, state, service, requests)
     if request.dimensions is not None:
         found = [_cut(v, request.dimensions) for v in found]

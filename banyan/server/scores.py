@@ -93,7 +93,7 @@ async def score(exchange: HttpExchange, state: ServerState) -> None:
         )
         return request, model, specs
 
-    request, model, requests = await exchange.read(read)
+    request, model, requests = await exchange.request.read(read)
     if service.model_config.labels:
         body = _classes(request, await vectors_of(exchange.context, state, service, requests))
     else:
@@ -127,7 +127,7 @@ async def rerank(exchange: HttpExchange, state: ServerState) -> None:
             exchange.context, state, service, request, pairs, "rerank", adapters
         )
 
-    request, requests = await exchange.read(read)
+    request, requests = await exchange.request.read(read)
     found = await vectors_of(exchange.context, state, service, requests)
     scores = [sigmoid(vector.values[0]) for vector in found]
     ranked = sorted(range(len(found)), key=lambda index: (-scores[index], index))

@@ -140,7 +140,7 @@ async def _locked(exchange: HttpExchange, state: ServerState) -> None:
 
 
 def _is_browser(exchange: HttpExchange) -> bool:
-    return "text/html" in exchange.header(b"accept")
+    return "text/html" in exchange.request.header(b"accept")
 
 
 async def _send_first(
@@ -240,8 +240,8 @@ def _sample(service: Service | None) -> tuple[str, Document]:
 
 def _address(exchange: HttpExchange, state: ServerState) -> str:
     """The base URL under which the client reached this server."""
-    server, host = state.config.server, exchange.header(b"host")
-    scheme = "https" if exchange.header(b"x-forwarded-proto") == "https" else "http"
+    server, host = state.config.server, exchange.request.header(b"host")
+    scheme = "https" if exchange.request.header(b"x-forwarded-proto") == "https" else "http"
     if not _HOST.fullmatch(host):
         host = f"{server.host}:{server.port}"
     return f"{scheme}://{host}{server.root_path.rstrip('/')}"

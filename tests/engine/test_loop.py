@@ -18,7 +18,7 @@ from banyan.engine.launcher import Threaded
 from banyan.engine.loop import EngineLoop, LoopConfig, LoopParts
 from banyan.kv_cache.cache import KVCache
 from banyan.kv_cache.eviction import lru
-from banyan.kv_cache.groups import FULL, CacheGroup
+from banyan.kv_cache.sizing import FULL, CacheGroup
 from banyan.messages.events import Failed, Fatal, Finished, LiveRequest, Ready, Reply, Stats, Tokens
 from banyan.messages.plan import NOT_FINITE, SAMPLE, RowFailure, StepResult
 from banyan.messages.requests import Abort, Control, Generate, StopAt

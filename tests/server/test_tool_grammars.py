@@ -8,7 +8,7 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.grammar.base import Backend
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 from banyan.parsers.answer_deltas import TextDelta, ToolCallArguments, ToolCallStart
 from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls import TOOL_PARSERS

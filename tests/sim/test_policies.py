@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from banyan.engine.core_spec import CoreSpec
-from banyan.kv_cache.groups import FULL, CacheGroup
+from banyan.kv_cache.sizing import FULL, CacheGroup
 from banyan.scheduler.budget import Priorities, SchedulerLimits
 from banyan.scheduler.routing import round_robin
 from banyan.sim.device import OneDevice

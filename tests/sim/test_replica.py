@@ -8,7 +8,7 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.engine.core_spec import CoreSpec
-from banyan.kv_cache.groups import FULL, CacheGroup
+from banyan.kv_cache.sizing import FULL, CacheGroup
 from banyan.messages.plan import Row, StepPlan
 from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.budget import SchedulerLimits

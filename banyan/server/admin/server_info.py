@@ -136,7 +136,7 @@ def _name(parser: str) -> str | None:
 async def show_loads(exchange: HttpExchange, state: ServerState) -> None:
     """The load of each replica. Values that this server does not measure are null."""
     state.started()
-    query = exchange.query
+    query = exchange.request.query
     unknown = query.keys() - {"dp_rank", "include", "format"}
     if unknown:
         raise RequestError(f"unknown parameter {sorted(unknown)[0][:80]!r}", param="include")

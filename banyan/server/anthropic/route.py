@@ -54,7 +54,7 @@ async def messages(exchange: HttpExchange, state: ServerState) -> None:
             raise with_names(error, FIELD_NAMES) from None
         return request, model, plan
 
-    request, model, plan = await exchange.read(read, waits=True)
+    request, model, plan = await exchange.request.read(read, waits=True)
     answer = MessageAnswer(
         plan,
         f"msg_{exchange.context.id}",
@@ -89,7 +89,7 @@ async def count_tokens(exchange: HttpExchange, state: ServerState) -> None:
         body = chat_body(request, service.chat and service.chat.template, report)
         return chat_prompt(service, typed(body, ChatRequest), report)[0]
 
-    ids = await exchange.read(read, waits=True)
+    ids = await exchange.request.read(read, waits=True)
     await exchange.json({"input_tokens": len(ids)})
 
 

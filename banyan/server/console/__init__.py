@@ -55,12 +55,12 @@ def console_routes() -> list[Route]:
 
 
 async def show_file(exchange: HttpExchange, state: ServerState) -> None:
-    file = files().get(exchange.tail)
+    file = files().get(exchange.request.tail)
     if file is None:
-        name = printable(exchange.tail, 60)
+        name = printable(exchange.request.tail, 60)
         raise RequestError(f"the console has no file {name}", status=404, code="not_found")
     headers = {**HEADERS, "etag": file.tag, "cache-control": "no-cache"}
-    is_known = exchange.header(b"if-none-match") == file.tag
+    is_known = exchange.request.header(b"if-none-match") == file.tag
     body, status = (b"", 304) if is_known else (file.body, 200)
     await exchange.whole(body, status, file.kind, headers)
 

@@ -28,7 +28,8 @@ from banyan.base.log import logger
 from banyan.config.schema import ServerConfig
 from banyan.server.http.app import App
 from banyan.server.http.auth import ANY
-from banyan.server.http.exchange import ABORT, WRITE, Scope
+from banyan.server.http.exchange import ABORT, WRITE
+from banyan.server.http.request import Scope
 from banyan.server.http.tls import tls_context
 
 log = logger(__name__)

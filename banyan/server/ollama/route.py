@@ -125,7 +125,7 @@ async def _answer(
     """Read the body, run it and answer; `empty` is the answer of an empty request."""
     started_ns = time.monotonic_ns()
     try:
-        request, asked = await exchange.read(read, waits=True)
+        request, asked = await exchange.request.read(read, waits=True)
     except RequestError as error:
         raise with_names(error, FIELD_NAMES) from None
     if asked is None:
@@ -164,7 +164,7 @@ async def embed(exchange: HttpExchange, state: ServerState) -> None:
         prompts, _ = prompts_of(request.input, "input", service.limits)
         return request, model, _requests(exchange.context, state, service, prompts, adapter)
 
-    request, model, requests = await exchange.read(read)
+    request, model, requests = await exchange.request.read(read)
     found = await vectors_of(exchange.context, state, service, requests) if requests else []
     await exchange.json(
         {
@@ -190,7 +190,9 @@ async def embed_prompt(exchange: HttpExchange, state: ServerState) -> None:
             raise RequestError("prompt must be a text", param="prompt")
         return _requests(exchange.context, state, service, [request.prompt], adapter)
 
-    (vector,) = await vectors_of(exchange.context, state, service, await exchange.read(read))
+    (vector,) = await vectors_of(
+        exchange.context, state, service, await exchange.request.read(read)
+    )
     await exchange.json({"embedding": vector.values.tolist()})
 
 

@@ -158,7 +158,7 @@ def typed_from(raw: Json, kind: type[R], report: Report) -> R:
 
 async def read(exchange: HttpExchange, kind: type[R], report: Report) -> R:
     """The typed request of a body."""
-    return await exchange.read(lambda raw: typed_from(raw, kind, report))
+    return await exchange.request.read(lambda raw: typed_from(raw, kind, report))
 
 
 def model_and_adapter_of(name: str, context: RequestContext, state: ServerState) -> tuple[str, str]:

@@ -60,7 +60,7 @@ async def completions(exchange: HttpExchange, state: ServerState) -> None:
         except RequestError as error:
             raise with_openai_names(error) from None
 
-    request, model, plan = await exchange.read(read)
+    request, model, plan = await exchange.request.read(read)
     extension = Extension(request, state.config.cache.store)
     rid = request.rid or context.id
     answer = CompletionAnswer(service, rid, plan, request, model, server.cache_report, extension)

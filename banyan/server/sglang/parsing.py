@@ -38,7 +38,7 @@ class SeparateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def parse_function_call(exchange: HttpExchange, state: ServerState) -> None:
-    request = typed(await exchange.json_object(), ParseCallsRequest)
+    request = typed(await exchange.request.json_object(), ParseCallsRequest)
     _check_length(request.text)
     name = request.tool_call_parser
     if name is None and state.service is not None:
@@ -64,7 +64,7 @@ async def parse_function_call(exchange: HttpExchange, state: ServerState) -> Non
 
 
 async def separate_reasoning(exchange: HttpExchange, state: ServerState) -> None:
-    request = typed(await exchange.json_object(), SeparateRequest)
+    request = typed(await exchange.request.json_object(), SeparateRequest)
     _check_length(request.text)
     format = _load(REASONING_PARSERS, request.reasoning_parser, "reasoning_parser")
     parser = ReasoningParser(format, format.always)
