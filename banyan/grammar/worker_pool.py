@@ -52,7 +52,7 @@ Read = Callable[[], tuple[Vocabulary, Encode]]
 
 class Words:
     """The vocabulary and what follows from it, read when the first constraint needs it. For all
-    workshops and their threads."""
+    pools and their threads."""
 
     def __init__(self, read: Read) -> None:
         self._read = read

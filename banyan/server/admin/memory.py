@@ -18,9 +18,9 @@ from banyan.engine_client.data_parallel import agreed
 from banyan.messages.control_ops import MEMORY_TAGS
 from banyan.messages.events import BUSY, Reply
 from banyan.server.admin.weights import LOAD_S
-from banyan.server.embeddings.sglang import refuse_fields
+from banyan.server.embeddings import refuse_fields
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 log = logger(__name__)

@@ -7,7 +7,6 @@ from banyan.base.errors import RequestError
 from banyan.requests.context import RequestContext
 from banyan.requests.generation import run
 from banyan.server.anthropic.answer import MessageAnswer
-from banyan.server.anthropic.dialect import ANTHROPIC
 from banyan.server.anthropic.schema import (
     HARMLESS,
     HARMLESS_MEMBERS,
@@ -18,18 +17,19 @@ from banyan.server.anthropic.schema import (
 )
 from banyan.server.anthropic.translate import FIELD_NAMES, chat_body
 from banyan.server.errors import Json
+from banyan.server.http.dialect import ANTHROPIC
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
-from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
-from banyan.server.openai.fields import (
+from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
+from banyan.server.openai.models import model_and_adapter
+from banyan.server.openai.schema import (
+    ChatRequest,
     Report,
     account_for,
     account_for_members,
     typed,
     with_names,
 )
-from banyan.server.openai.models import model_and_adapter
-from banyan.server.openai.schema import ChatRequest
 from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=CountRequest)

@@ -1,25 +1,41 @@
-"""/api/chat and /api/generate over the path of chat."""
+"""The routes of Ollama's API: /api/chat and /api/generate over the path of chat, /api/embed."""
 
 import time
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
+
 from banyan.base.errors import RequestError
 from banyan.requests.context import RequestContext
+from banyan.requests.embeddings import Prompt, prompts_of, shortened
 from banyan.requests.generation import run
+from banyan.requests.request_spec import RequestSpec
+from banyan.server.embeddings import VectorRequest, vector_specs, vectors_of
 from banyan.server.errors import Json
+from banyan.server.http.dialect import OLLAMA
 from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.route import Body, Route
+from banyan.server.ollama import models
 from banyan.server.ollama.answer import OllamaAnswer, now
-from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
-from banyan.server.ollama.schema import GenerateRequest, OllamaChatRequest, TextRequest
+from banyan.server.ollama.schema import (
+    EmbedRequest,
+    GenerateRequest,
+    OllamaChatRequest,
+    ShowRequest,
+    TextRequest,
+    model_and_adapter_of,
+    reporter,
+    typed_from,
+)
 from banyan.server.ollama.translate import FIELD_NAMES, chat_body, prompt_body, raw_body
-from banyan.server.openai.chat.plan import ChatPlan, plan_chat
+from banyan.server.openai.chat_plan import ChatPlan, plan_chat
 from banyan.server.openai.completions import filled_in
-from banyan.server.openai.fields import Report, typed, with_names
 from banyan.server.openai.prompts import text_ids
 from banyan.server.openai.schema import ChatRequest as OpenAIChatRequest
-from banyan.server.state import ServerState, Service
+from banyan.server.openai.schema import Report, typed, with_names
+from banyan.server.state import Handler, ServerState, Service
 
 _NOTHING: Json = {"role": "assistant", "content": ""}
 
@@ -134,3 +150,117 @@ async def _answer(
             await exchange.end_events()
         else:
             await exchange.json(answer.whole(kept))
+
+
+async def embed(exchange: HttpExchange, state: ServerState) -> None:
+    started_ns = time.monotonic_ns()
+    service = state.admit()
+
+    def read(raw: Json) -> tuple[EmbedRequest, str, list[RequestSpec]]:
+        request = _typed(raw, exchange.context)
+        model, adapter = model_and_adapter_of(request.model, exchange.context, state)
+        if request.input == []:
+            return request, model, []
+        prompts, _ = prompts_of(request.input, "input", service.limits)
+        return request, model, _requests(exchange.context, state, service, prompts, adapter)
+
+    request, model, requests = await exchange.request.read(read)
+    found = await vectors_of(exchange.context, state, service, requests) if requests else []
+    await exchange.json(
+        {
+            "model": model,
+            "embeddings": [
+                shortened(vector.values, request.dimensions).tolist() for vector in found
+            ],
+            "total_duration": time.monotonic_ns() - started_ns,
+            "load_duration": 0,
+            "prompt_eval_count": sum(vector.usage.prompt_tokens for vector in found),
+        }
+    )
+
+
+async def embed_prompt(exchange: HttpExchange, state: ServerState) -> None:
+    """The form of before `input`: one text, one vector."""
+    service = state.admit()
+
+    def read(raw: Json) -> list[RequestSpec]:
+        request = _typed(raw, exchange.context)
+        _, adapter = model_and_adapter_of(request.model, exchange.context, state)
+        if not request.prompt:
+            raise RequestError("prompt must be a text", param="prompt")
+        return _requests(exchange.context, state, service, [request.prompt], adapter)
+
+    (vector,) = await vectors_of(
+        exchange.context, state, service, await exchange.request.read(read)
+    )
+    await exchange.json({"embedding": vector.values.tolist()})
+
+
+def _typed(raw: Json, context: RequestContext) -> EmbedRequest:
+    report = reporter(context)
+    request = typed_from(raw, EmbedRequest, report)
+    for name in request.options or {}:
+        report(f"options.{name}", "not used for vectors")
+    return request
+
+
+def _requests(
+    context: RequestContext,
+    state: ServerState,
+    service: Service,
+    prompts: list[Prompt],
+    adapter: str,
+) -> list[RequestSpec]:
+    if not service.limits.is_embedding:
+        raise RequestError(
+            "this model is served for text; it makes no vectors",
+            status=501,
+            code="not_available",
+            hint="Start a server with --is-embedding",
+        )
+    adapters = [adapter] * len(prompts)
+    return vector_specs(context, state, service, VectorRequest(), prompts, "embed", adapters)
+
+
+_POST = ("POST",)
+
+_POST_ROUTES: tuple[tuple[str, Handler, str, type[msgspec.Struct]], ...] = (
+    ("/api/chat", chat, "Chat", OllamaChatRequest),
+    ("/api/generate", generate, "Generate a completion", GenerateRequest),
+    ("/api/embed", embed, "Create embeddings", EmbedRequest),
+    ("/api/embeddings", embed_prompt, "Create one embedding (older form)", EmbedRequest),
+    ("/api/show", models.show, "Model information", ShowRequest),
+)
+_GET_ROUTES: tuple[tuple[str, Handler, str], ...] = (
+    ("/api/tags", models.tags, "List models"),
+    ("/api/ps", models.running, "List loaded models"),
+    ("/api/version", models.version, "API version"),
+)
+_UNAVAILABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    *((f"/api/{verb}", _POST) for verb in ("pull", "push", "create", "copy")),
+    ("/api/delete", ("DELETE",)),
+)
+
+
+def ollama_routes() -> list[Route]:
+    return [
+        *(
+            Route(path, _POST, handler, dialect=OLLAMA, about=about, body=Body(kind))
+            for path, handler, about, kind in _POST_ROUTES
+        ),
+        *(
+            Route(path, ("GET",), handler, dialect=OLLAMA, about=about)
+            for path, handler, about in _GET_ROUTES
+        ),
+        *(
+            Route(
+                path,
+                methods,
+                models.no_library,
+                dialect=OLLAMA,
+                about=models.NO_LIBRARY,
+                is_available=False,
+            )
+            for path, methods in _UNAVAILABLE
+        ),
+    ]

@@ -1,13 +1,15 @@
-"""ReasoningParser: divides an answer's text into reasoning and answer, incrementally.
+"""Reasoning parsers: divide an answer into reasoning and answer, incrementally.
 
-Nothing is lost: the texts of all segments concatenate to the input.
+Nothing is lost: the texts of all segments concatenate to the input. Sources of the formats: the
+models' chat templates and model cards. Entry point for more: "banyan.reasoning_parsers".
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from banyan.parsers.incremental import Reading, StreamingText
+from banyan.base.table import Table
+from banyan.parsers.incremental import Delimiters, Reading, StreamingText
 
 
 class SegmentKind(Enum):
@@ -143,3 +145,46 @@ class ReasoningTokenCounter:
             self._is_over = True
         else:
             self.count += len(tokens)
+
+
+def thinking(start: str, end: str, always: bool = False) -> ReasoningFormat:
+    """Format: `start` reasoning `end` answer; with `always`, `start` may be missing."""
+    ends = Delimiters(end)
+
+    def read(source: StreamingText, out: ReasoningWriter, starts_inside: bool) -> Reading[None]:
+        space = yield from source.spaces()
+        has_start = yield from source.follows(start)
+        if has_start:
+            space += start + (yield from source.spaces())
+        if has_start or starts_inside:
+            out.add_delimiter(space)
+            if found := (yield from source.until(ends, out.add_reasoning)):
+                out.add_delimiter(found + (yield from source.spaces()))
+        else:
+            out.add_text(space)
+        yield from source.rest(out.add_text)
+
+    return ReasoningFormat(read, start, end, always, (start, end))
+
+
+WHEN_OPENED = thinking("<think>", "</think>")
+ALWAYS = thinking("<think>", "</think>", always=True)
+KIMI = thinking("◁think▷", "◁/think▷")
+
+
+_HERE = "banyan.parsers.reasoning"
+
+REASONING_PARSERS: Table[ReasoningFormat] = Table(
+    "reasoning parser",
+    {
+        "deepseek-r1": f"{_HERE}:ALWAYS",
+        "deepseek-v3": f"{_HERE}:WHEN_OPENED",
+        "glm45": f"{_HERE}:WHEN_OPENED",
+        "gpt-oss": "banyan.parsers.harmony:REASONING_FORMAT",
+        "kimi": f"{_HERE}:KIMI",
+        "qwen3": f"{_HERE}:WHEN_OPENED",
+        "qwen3-thinking": f"{_HERE}:ALWAYS",
+        "step3": f"{_HERE}:ALWAYS",
+    },
+    plugins="banyan.reasoning_parsers",
+)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from html import escape
 
+from banyan.server import console
 from banyan.server.admin.server_info import living
-from banyan.server.console import files as console
 from banyan.server.http import auth
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Route
-from banyan.server.openapi.document import Document, openapi
+from banyan.server.openapi import Document, openapi
 from banyan.server.state import ServerState, Service
 
 Describe = Callable[[str, str], Document]

@@ -14,7 +14,7 @@ import msgspec
 
 from banyan.base.errors import BanyanError, ConfigError, RequestError
 from banyan.base.log import logger
-from banyan.server.batches.lines import (
+from banyan.server.batch_lines import (
     RETRY_S,
     BatchLine,
     ServerEnding,
@@ -25,11 +25,10 @@ from banyan.server.batches.lines import (
 )
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
 from banyan.server.openai.files import PURPOSE, listed, page
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
-from banyan.server.store.batch_output import AnswerLog
-from banyan.server.store.batches import BatchStore, Fault, StoredBatch
+from banyan.server.store.batches import AnswerLog, BatchStore, Fault, StoredBatch
 from banyan.server.store.files import STORAGE_FULL
 from banyan.server.store.folder import owner_of
 from banyan.server.store.storage import Storage

@@ -29,7 +29,7 @@ from banyan.requests.request_spec import (
     build_specs,
 )
 from banyan.requests.sampling_params import ParsedSampling
-from banyan.server.embeddings.sglang import (
+from banyan.server.embeddings import (
     COMMON,
     VectorRequest,
     labels_of,
@@ -41,8 +41,8 @@ from banyan.server.embeddings.sglang import (
 )
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
 from banyan.server.openai.prompts import check_count, checked_ids, text_ids
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState, Service
 from banyan.tokenizer.stop_strings import TextOptions
 

@@ -18,16 +18,15 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.ids import fresh_id
 from banyan.base.log import logger
-from banyan.server.embeddings.openai import create_embeddings
+from banyan.server.embeddings import create_embeddings
 from banyan.server.errors import Json, error_body, internal
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.limits import strict_json
-from banyan.server.openai.chat.route import chat_completions
+from banyan.server.openai.chat_completions import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.responses.route import create as create_response
 from banyan.server.state import Handler, ServerState
-from banyan.server.store.batch_output import AnswerLog, answer_line
-from banyan.server.store.batches import Fault
+from banyan.server.store.batches import AnswerLog, Fault, answer_line
 
 log = logger(__name__)
 

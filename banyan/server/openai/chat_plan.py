@@ -1,8 +1,7 @@
 """From a chat request to its specs, and to the form in which its answers are parsed.
 
 The order is: tools, prompt, sampling and constraint, specs. CPU work that grows with the request:
-routes call it off the event loop (`HttpExchange.read`).
-"""
+routes call it off the event loop (`HttpExchange.read`)."""
 
 from dataclasses import dataclass, replace
 
@@ -10,16 +9,15 @@ from banyan.base.errors import RequestError
 from banyan.chat_template.template import ChatTemplate
 from banyan.messages.requests import NO_SCORES
 from banyan.parsers.answer_parser import AnswerFormat
-from banyan.parsers.reasoning.base import ReasoningFormat
+from banyan.parsers.reasoning import ReasoningFormat
 from banyan.requests.constraint import start_after
 from banyan.requests.context import RequestContext
 from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import ParsedSampling, fit_prompt, parse_sampling
 from banyan.server.errors import Json
-from banyan.server.openai.chat.tool_choice import ToolUse, tool_use
-from banyan.server.openai.fields import Report, native_sampling, specs_of
 from banyan.server.openai.prompts import Conversation, chat_ids, checked_ids
-from banyan.server.openai.schema import ChatRequest
+from banyan.server.openai.schema import ChatRequest, Report, native_sampling, specs_of
+from banyan.server.openai.tool_choice import ToolUse, tool_use
 from banyan.server.state import Service
 from banyan.tokenizer.tokenizer import Tokenizer
 

@@ -1,6 +1,5 @@
 """tools, tool_choice and parallel_tool_calls: which tools the prompt shows, which calls are parsed
-from the answer, and which calls a grammar enforces.
-"""
+from the answer, and which calls a grammar enforces."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from banyan.base.json_types import is_object
 from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls.base import ToolFormat
 from banyan.parsers.tool_calls.definitions import Definition, Tools, read_tools
-from banyan.parsers.tool_calls.tagged import BARE_LIST
+from banyan.parsers.tool_calls.json_calls import BARE_LIST
 from banyan.requests.constraint import (
     Tag,
     check_depth,
