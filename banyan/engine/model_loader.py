@@ -17,7 +17,7 @@ from banyan.base.memory import give_back
 from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
-from banyan.config.hicache import can_have_store
+from banyan.config.rules.cache import can_have_store
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.config.speculation import branching_flag, longest_branch
 from banyan.engine.placement import device_number, is_placed, place_rank
