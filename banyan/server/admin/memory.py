@@ -12,15 +12,15 @@ import msgspec
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import logger, printable
-from banyan.config.hicache import store_wishes
+from banyan.config.rules.cache import store_wishes
 from banyan.config.schema import CacheConfig
 from banyan.engine_client.data_parallel import agreed
 from banyan.messages.control_ops import MEMORY_TAGS
 from banyan.messages.events import BUSY, Reply
 from banyan.server.admin.weights import LOAD_S
-from banyan.server.embeddings.sglang import refuse_fields
+from banyan.server.embeddings import refuse_fields
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 log = logger(__name__)

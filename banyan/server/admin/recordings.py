@@ -16,7 +16,7 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.engine_client.request_log import dump_recordings
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 _START_S = 60.0
