@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from banyan.ops.cuda import products
-from banyan.ops.cuda.packing import PackedNumbers
-from banyan.ops.cuda.products import Shape
+from banyan.ops.cuda.products import PackedNumbers, Shape
 
 SHAPES = ((14336, 4096), (4096, 14336), (6144, 4096))
 """Outputs, inputs."""

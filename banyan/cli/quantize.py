@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from banyan.bench.fidelity import Divergence, Scores
     from banyan.llm import Engine
     from banyan.models.quantize.layouts import TargetLayout
-    from banyan.models.quantize.output_folder import OtherFiles
     from banyan.models.quantize.plan import GGUFMetadata, QuantizePlan
     from banyan.models.quantize.source import SourceCheckpoint
+    from banyan.models.quantize.writer import OtherFiles
 
 HUB_TYPES = ("int8", "w8a16", "w4a16", "fp8", "fp8-block")
 FLOAT_TYPES = ("bf16", "f32")
@@ -157,10 +157,9 @@ def _made(model_config: ModelConfig, target: Path, options: QuantizeOptions) -> 
     """Write it; says what it has become."""
     import banyan
     from banyan.models.quantize.layouts import layout_of
-    from banyan.models.quantize.output_folder import write_other_files
     from banyan.models.quantize.plan import make_plan
     from banyan.models.quantize.source import SourceCheckpoint
-    from banyan.models.quantize.writer import Record, on_disk, write_files
+    from banyan.models.quantize.writer import Record, on_disk, write_files, write_other_files
 
     layout = layout_of(options.type, options.group_size)
     is_folder = options.type not in GGUF_TYPES
@@ -214,11 +213,10 @@ def _other_files(
     Raises:
         ModelError: config.json cannot say what the model is.
     """
-    from banyan.model_config.to_gguf import differences
-    from banyan.model_config.to_hf import hub_keys
-    from banyan.models.quantize.output_folder import OtherFiles, other_files_of
+    from banyan.model_config.export import differences, hub_keys
     from banyan.models.quantize.plan import float_type
-    from banyan.tokenizer.write_folder import folder_words
+    from banyan.models.quantize.writer import OtherFiles, other_files_of
+    from banyan.tokenizer.write import folder_words
 
     if model_config.format != "gguf":
         return other_files_of(Path(model_config.path))
@@ -254,9 +252,9 @@ def _without_facts(
 
 def _words(model_config: ModelConfig) -> "GGUFMetadata":
     """What a GGUF file says that is made from this folder."""
-    from banyan.model_config.to_gguf import gguf_keys, rope_divisors
+    from banyan.model_config.export import gguf_keys, rope_divisors
     from banyan.models.quantize.plan import GGUFMetadata
-    from banyan.tokenizer.write_gguf import gguf_words
+    from banyan.tokenizer.write import gguf_words
 
     keys = gguf_keys(model_config)
     words = gguf_words(model_config.path, model_config.vocab_size, keys)
@@ -279,7 +277,7 @@ def _check_the_header(
     Raises:
         ModelError: the form cannot say what the model is.
     """
-    from banyan.model_config.to_gguf import differences
+    from banyan.model_config.export import differences
 
     first, size = plan.files[0].pieces[0], plan.files[0].size_bytes
     tried = target.with_name(f"{target.stem}.header.gguf")

@@ -13,7 +13,7 @@ from banyan.base.ids import NO_STEP, StepId
 from banyan.dp_attention.step_clock import StepAgreement
 from banyan.kv_cache.cache import weights_id
 from banyan.kv_cache.cache_events import Removed, Stored
-from banyan.lora.engine import change_adapters, end_adapters, wanted_adapters
+from banyan.lora.scheduling import change_adapters, end_adapters, wanted_adapters
 from banyan.messages.control_ops import (
     KV_CACHE,
     WEIGHTS,
@@ -125,7 +125,7 @@ class EngineCore:
             case RunControlOps():
                 self._queued_ops.append(message)
             case LoadAdapter() | UnloadAdapter():
-                change_adapters(self.scheduler, message)
+                change_adapters(self.scheduler.adapters, self.scheduler.request_table, message)
         self._queue_adapter_ops()
 
     def launch(self, now: float) -> StepPlan | None:
@@ -168,7 +168,8 @@ class EngineCore:
         """
         if self._queued_ops or self._running_ops is not None:
             return
-        if (wanted := wanted_adapters(self.scheduler)) is not None:
+        wanted = wanted_adapters(self.scheduler.adapters, self.scheduler.request_table)
+        if wanted is not None:
             self._queued_ops.append(wanted)
 
     def _next_builder(self, now: float) -> StepPlanBuilder:
@@ -330,7 +331,9 @@ class EngineCore:
         shown = done if ok else [reply for reply in result.replies if not reply.ok]
         text = result.error or " ".join(reply.text for reply in shown)
         body = done[-1].body if ok and done else b""
-        again = end_adapters(self.scheduler, ops, ok, shown, text)
+        again = end_adapters(
+            self.scheduler.adapters, self.scheduler.request_table, ops, ok, shown, text
+        )
         if again is None or ops.call == NO_CALL:
             return
         text = again

@@ -1,16 +1,19 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 / R1 (arXiv 2412.19437): latent attention and experts.
 DeepSeek-V3.2 and GLM-5: the same with an indexer that chooses the positions each token reads.
+dots.llm1 (arXiv 2506.05767): Qwen3's attention, experts routed as in DeepSeek-V3.
 
 The first layers have plain feed-forward blocks; layers past the last one are MTP layers.
 """
 
 from dataclasses import replace
 
-from banyan.families.base import Family, GgufForm, HubForm, MTPForm
+from banyan.families.base import MAX_LENGTH, Family, GgufForm, HubForm, Kinds, MTPForm, window_where
 from banyan.families.experts import (
+    corrected,
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
+    gguf_corrected,
     gguf_deepseek,
     glm_dsa,
 )
@@ -18,11 +21,15 @@ from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_MTP,
     GGUF_NAMES,
+    GGUF_QK_NORM,
     HUB_CORRECTED_EXPERTS,
     HUB_MTP,
     HUB_NAMES,
+    HUB_QK_NORM,
     NameMap,
 )
+from banyan.model_config.checkpoint_fields import CheckpointFields
+from banyan.model_config.model_config import ModelConfig
 
 _ATTENTION = {
     "model.layers.{}.self_attn.q_proj": "layers.{}.attention.query",
@@ -109,4 +116,33 @@ GLM_MOE_DSA = Family(
             )
         }
     ),
+)
+
+
+def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
+    """The window begins above the first `max_window_layers`."""
+    if not fields.has("sliding_window"):
+        return (), 0
+    first = fields.integer("max_window_layers", 0, MAX_LENGTH, default=62)
+    return window_where(fields, num_layers, lambda layer: layer >= first)
+
+
+def _experts(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    return replace(
+        model_config, experts=corrected(fields, model_config, is_normalised=False, scale=1.0)
+    )
+
+
+def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    return replace(model_config, experts=gguf_corrected(fields, model_config, is_normalised=False))
+
+
+DOTS1 = Family(
+    hub=HubForm(kinds=_kinds, more=_experts),
+    gguf=GgufForm("Dots1ForCausalLM", more=_of_gguf),
+    names={
+        "safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS),
+        "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS),
+    },
+    qk_norm="head",
 )

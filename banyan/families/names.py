@@ -137,7 +137,7 @@ class NameMap:
             counts the experts. A name with its last part -> "module.slot".
         ignored: names, {} for every number, that the model does not need.
         unread: prefixes of names that the model does not need.
-        alone: part of a module's name that is dropped if the model has no such module.
+        optional_part: part of a module's name that is dropped if the model has no such module.
         has_more_layers: the checkpoint has MTP layers after the model's, which are not read.
         has_gates_between: a tensor holds all experts with gate and up rows interleaved
             (`models/weights/checkpoint_layouts.py`).
@@ -153,5 +153,5 @@ class NameMap:
     norm_offset: float = 0.0
     has_more_layers: bool = False
     unread: tuple[str, ...] = ()
-    alone: str = ""
+    optional_part: str = ""
     has_gates_between: bool = False

@@ -26,16 +26,20 @@ from banyan.lora.adapter_config import (
 )
 from banyan.lora.adapter_files import names_token
 from banyan.lora.layers import EXPANSION_SUFFIX, ROUTER_SUFFIX
-from banyan.lora.load_experts import (
+from banyan.lora.load_parts import (
+    BODY,
+    MERGE,
     ExpertPlace,
     ExpertSlot,
+    VocabularyShare,
+    check_end,
     check_experts,
+    check_tokens,
     expert_place,
     experts_mismatch,
     lacking_experts,
     module_place,
 )
-from banyan.lora.load_rows import BODY, MERGE, VocabularyShare, check_end, check_tokens
 from banyan.lora.targets import HEADS, LoRATargets
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.names import WeightPlace, place_of

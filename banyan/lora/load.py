@@ -37,18 +37,16 @@ from banyan.lora.layers import (
     wrap_ends,
     wrap_head,
 )
-from banyan.lora.load_experts import (
-    Found,
-    add_expert_parts,
-    expert_slots,
-)
-from banyan.lora.load_rows import (
+from banyan.lora.load_parts import (
     DENSE,
     OUT,
+    Found,
     Gains,
+    add_expert_parts,
     base_weights,
     bias_part,
     end_part,
+    expert_slots,
     own_rows,
     shares_of,
     token_part,

@@ -1,18 +1,21 @@
-"""Adapters: which there are, which of them are loaded under what number, and which one makes room
-for another. Names and numbers only; what a rank holds under a number is the runner's.
+"""LoRA scheduling: known adapters, the loaded ones with their numbers, and which one is evicted.
+
+Holds names and numbers only; the runner holds the weights. `LoRANamespaces` gives each version of
+an adapter a cache namespace of its own. The functions at the end connect this to `EngineCore`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.lora.namespaces import LoRANamespaces
 from banyan.messages.control_ops import ControlOp, ControlOpReply, DropAdapter, TakeAdapter
-from banyan.messages.requests import NO_CALL, Generate, RunControlOps
+from banyan.messages.events import Reply
+from banyan.messages.requests import NO_CALL, Generate, LoadAdapter, RunControlOps, UnloadAdapter
 from banyan.scheduler.request import WAITING, Request
 from banyan.scheduler.request_table import RequestTable
 
@@ -23,6 +26,39 @@ _PATIENCE_S = 1.0
 """A request that has waited so long for a place among the adapters gets the next one."""
 _SHOWN = 20
 _MIB = 1 << 20
+
+
+_DIGEST_BYTES, _MARK_BYTES = 16, 8
+
+
+class LoRANamespaces:
+    """Of the adapters that requests have named so far."""
+
+    def __init__(self) -> None:
+        self._by_mark: dict[bytes, str] = {}
+
+    def narrowed(self, namespace: bytes, name: str, digest: str) -> bytes:
+        """A namespace of an adapter's own, and of one version of it, within another: a digest of
+        all three, followed by the adapter's mark."""
+        parts = "\0".join((namespace.hex(), name, digest))
+        mark = _mark(name)
+        self._by_mark[mark] = name
+        return blake2b(parts.encode(), digest_size=_DIGEST_BYTES).digest() + mark
+
+    def adapter_of(self, namespace: bytes) -> str:
+        """The adapter that a namespace belongs to; "" for none."""
+        if len(namespace) != _DIGEST_BYTES + _MARK_BYTES:
+            return ""
+        return self._by_mark.get(namespace[_DIGEST_BYTES:], "")
+
+
+def id_of(name: str) -> int:
+    """A number that stands for an adapter's name wherever it is served: 1 … 2³¹ − 1."""
+    return 1 + int.from_bytes(_mark(name), "big") % (2**31 - 1)
+
+
+def _mark(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=_MARK_BYTES).digest()
 
 
 class FirstAdapter(msgspec.Struct, frozen=True):
@@ -370,3 +406,61 @@ def unknown_adapter(name: str, names: Sequence[str]) -> RequestError:
         status=404,
         code="model_not_found",
     )
+
+
+def change_adapters(
+    adapters: Adapters | None, request_table: RequestTable, message: LoadAdapter | UnloadAdapter
+) -> None:
+    """Take an operator's wish. The reply follows when it is done, or at once if it cannot be."""
+    call = message.call
+    if adapters is None:
+        text = "Adapters were not asked for: start with --enable-lora."
+    elif isinstance(message, LoadAdapter):
+        text = adapters.load(message.name, message.path, message.is_pinned, call)
+    else:
+        text = adapters.unload(message.name, call)
+    if text:
+        request_table.events.append(Reply(call, False, text))
+
+
+def wanted_adapters(adapters: Adapters | None, request_table: RequestTable) -> RunControlOps | None:
+    """The control ops that load and unload adapters, if any are due."""
+    if adapters is None:
+        return None
+    wanted = adapters.wanted(request_table.waiting, request_table.running)
+    if wanted is None or wanted.ops:
+        return wanted
+    adapters.has_left(wanted.call)
+    request_table.events.append(Reply(wanted.call, True, "The adapter has been unloaded."))
+    return None
+
+
+def end_adapters(
+    adapters: Adapters | None,
+    request_table: RequestTable,
+    given: RunControlOps,
+    ok: bool,
+    replies: Sequence[ControlOpReply],
+    text: str,
+) -> str | None:
+    """Control ops have ended: fail the requests whose adapter did not load.
+
+    Args:
+        replies: the ranks' replies to the applied ops, or to the one that failed.
+
+    Returns:
+        Error text for the caller; None if the ops will be issued again.
+    """
+    if adapters is None:
+        return text
+    if ok:
+        adapters.has_left(given.call)
+        return text
+    end = adapters.failed(max((reply.size_bytes for reply in replies), default=0))
+    if end is None:
+        return None
+    text = end.text or text
+    if end.name:
+        for request in [r for r in request_table.waiting if r.generate.adapter == end.name]:
+            request_table.fail(request, 400, f"The adapter {end.name!r} cannot be loaded: {text}")
+    return text

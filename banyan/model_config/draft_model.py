@@ -3,20 +3,29 @@
 Covers STANDALONE (a smaller model), EAGLE and EAGLE3 (trained draft models), DFLASH (block drafts,
 arXiv 2602.06036) and NEXTN (the MTP layer of the target's checkpoint). Loads no weights.
 
+A list of the tokens that a draft model may draft is read from safetensors, JSON or numpy's .npy;
+none of them can run code.
+
 Source of the DFlash configuration: the authors' reference (z-lab/dflash) and their checkpoints.
 """
 
+import io
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger, printable
+from banyan.base.os import read_whole
 from banyan.config.env import Environment
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.families import FAMILIES
 from banyan.families.base import MAX_WIDTH
+from banyan.formats.safetensors import read_arrays
 from banyan.hub.sources import fetch
 from banyan.model_config.checkpoint import PICKLED, read_model_config
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
@@ -161,8 +170,8 @@ def find_draft_model(
         draft_quantization=checked.model.quantization,
         token_map=speculative.token_map and os.path.abspath(speculative.token_map),
     )
-    if speculative.is_block and draft.eagle is not None:
-        tokens = found.block_size or found.num_tokens or draft.eagle.block
+    if speculative.is_block and draft.draft_fields is not None:
+        tokens = found.block_size or found.num_tokens or draft.draft_fields.block
         found = replace(found, num_tokens=tokens)
     return replace(config, speculative=found)
 
@@ -282,19 +291,19 @@ def eagle_model_config(
     if kind != _EAGLE3:
         tokens = _token_map_ids(speculative.token_map, served.vocab_size)
         return (
-            replace(model_config, eagle=DraftModelFields(len(tokens), tokens=tokens))
+            replace(model_config, draft_fields=DraftModelFields(len(tokens), tokens=tokens))
             if tokens
             else model_config
         )
     eagle = _eagle3_fields(CheckpointFields(fields, where), model_config, served, name)
-    return replace(model_config, eagle=eagle, tie_embeddings=False)
+    return replace(model_config, draft_fields=eagle, tie_embeddings=False)
 
 
 def _token_map_ids(path: str, vocab_size: int) -> tuple[int, ...]:
     """The ids of a token map file in ascending order; () without a file."""
     if not path:
         return ()
-    from banyan.formats.token_map import read_token_map  # imports numpy only if needed
+    from banyan.model_config.draft_model import read_token_map  # imports numpy only if needed
 
     ids = read_token_map(path, _TOKEN_MAP)
     wrong = next((each for each in ids if not 0 <= each < vocab_size), None)
@@ -441,7 +450,7 @@ def dflash_model_config(model: LoadConfig, served: ModelConfig) -> ModelConfig:
         block=block,
         mask=mask.integer("mask_token_id", 0, served.vocab_size - 1),
     )
-    return replace(model_config, eagle=eagle, tie_embeddings=False)
+    return replace(model_config, draft_fields=eagle, tie_embeddings=False)
 
 
 def _dflash_aux_layers(
@@ -504,11 +513,11 @@ def _check_dflash(config: Config, model_config: ModelConfig, draft: ModelConfig,
             "a row verifies one block",
             hint="leave one of the two out",
         )
-    if draft.eagle is not None and max(tokens, block) > draft.eagle.block:
+    if draft.draft_fields is not None and max(tokens, block) > draft.draft_fields.block:
         log.warning(
             "%s was trained for blocks of %d tokens: acceptance drops in blocks of %d",
             name,
-            draft.eagle.block,
+            draft.draft_fields.block,
             max(tokens, block),
         )
     if speculative.num_steps > 1 or speculative.eagle_topk > 1:
@@ -549,3 +558,63 @@ def fits(model_config: ModelConfig, tp: int, ep: int, replicas: int, is_cut: boo
         heads % ranks for heads in (model_config.num_heads, model_config.window_heads)
     )
     return shares_kv and is_even and shares_heads and not states % ranks
+
+
+_MOST_BYTES = 64 << 20
+_NPY = b"\x93NUMPY"
+_PICKLED = (".pt", ".pth", ".bin", ".pkl")
+
+
+def read_token_map(path: str, flag: str) -> list[int]:
+    """The whole numbers of a file, in their order.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, or holds something else; named by `flag`.
+    """
+    name = f"{flag} {printable(path)}"
+    if path.endswith(_PICKLED):
+        raise ConfigError(
+            f"{name} is a pickle, which can run code when opened",
+            hint="on a machine you trust with it, convert it once: python -c 'import sys, json, "
+            "torch; json.dump(torch.load(sys.argv[1], weights_only=True).tolist(), "
+            'open(sys.argv[2], "w"))\' FILE.pt FILE.json',
+        )
+    try:
+        found = _read(path)
+    except (OSError, ValueError, RecursionError, ModelError) as error:
+        raise ConfigError(f"{name} cannot be read: {printable(str(error), 120)}") from None
+    if found is None:
+        raise ConfigError(
+            f"{name} holds no list of token ids",
+            hint="write one list of whole numbers, as FILE.json, FILE.npy or FILE.safetensors",
+        )
+    return found
+
+
+def _read(path: str) -> list[int] | None:
+    if path.endswith(".json"):
+        value = json.loads(read_whole(path, _MOST_BYTES).decode())
+        ids = [each for each in value if type(each) is int] if is_list(value) else []
+        return ids if is_list(value) and len(ids) == len(value) else None
+    if path.endswith(".npy"):
+        array = _read_npy(read_whole(path, _MOST_BYTES))
+    elif path.endswith(".safetensors"):
+        arrays = list(read_arrays(path).values())
+        array = arrays[0] if len(arrays) == 1 else np.empty(0)
+    else:
+        return None
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        return None
+    return [int(each) for each in array]
+
+
+def _read_npy(content: bytes) -> np.ndarray:
+    """ValueError: it is none."""
+    if not content.startswith(_NPY):
+        raise ValueError("it is no .npy file")
+    try:
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except (
+        Exception
+    ) as error:  # its header is a Python expression, and numpy's reader raises any exception
+        raise ValueError(f"{type(error).__name__}: {error}") from None

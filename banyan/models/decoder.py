@@ -15,18 +15,15 @@ from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import LayerCache, caches_of
 from banyan.layers.embedding import Embedding, Logits
-from banyan.layers.gated_delta_net import GatedDeltaNet
-from banyan.layers.kimi_delta_attention import KimiDeltaAttention
 from banyan.layers.latent_attention import LatentAttention, LatentShape
-from banyan.layers.lightning_attention import LightningAttention
 from banyan.layers.linear import ColumnLinear
-from banyan.layers.mamba import Mamba
-from banyan.layers.mamba2 import Mamba2
+from banyan.layers.linear_attention import GatedDeltaNet, KimiDeltaAttention, LightningAttention
+from banyan.layers.mamba import Mamba, Mamba2
 from banyan.layers.mlp import GatedMLP, PlainMLP
 from banyan.layers.norm import LayerNorm, ResidualNorm, ResidualSum, RMSNorm
+from banyan.layers.recurrent import GatedConv
 from banyan.layers.rotary import Angles, Rotary
 from banyan.layers.shared_block import SharedBlock, SharedBlockLayer
-from banyan.layers.short_conv import GatedConv
 from banyan.layers.step_inputs import OutputTokens, StepInputs
 from banyan.layers.weight_slot import ShardRule
 from banyan.model_config.model_config import BOTH, NONE, STATE, WINDOW, ModelConfig

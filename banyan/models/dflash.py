@@ -33,11 +33,11 @@ class DFlashLM(DecoderLM):
         self, model_config: ModelConfig, family: Family, build: Build, served_length: int = 0
     ) -> None:
         super().__init__(model_config, family, build, served_length)
-        assert model_config.eagle is not None
+        assert model_config.draft_fields is not None
         del self.embedding, self.head
-        self.facts, self.width = model_config.eagle, model_config.hidden_size
+        self.facts, self.width = model_config.draft_fields, model_config.hidden_size
         outputs, rules = {"": model_config.hidden_size}, {"": ShardRule()}
-        inputs = len(model_config.eagle.aux_layers) * model_config.hidden_size
+        inputs = len(model_config.draft_fields.aux_layers) * model_config.hidden_size
         self.join = ColumnLinear(inputs, outputs, rules, False, Group(), build)
         self.state_norm = RMSNorm(model_config.hidden_size, model_config.norm_eps, build)
 

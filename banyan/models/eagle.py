@@ -119,18 +119,22 @@ class Eagle3LM(DraftLM):
         has_head: bool,
         served_length: int = 0,
     ) -> None:
-        assert model_config.eagle is not None
+        assert model_config.draft_fields is not None
         layers: dict[str, nn.Module] = {"0": Eagle3Layer(model_config, family, build)}
         super().__init__(model_config, layers, build, page_size, served_length)
-        self.facts = model_config.eagle
-        inputs = len(model_config.eagle.aux_layers) * model_config.hidden_size
+        self.facts = model_config.draft_fields
+        inputs = len(model_config.draft_fields.aux_layers) * model_config.hidden_size
         outputs, rules = {"": model_config.hidden_size}, {"": ShardRule()}
         self.join = ColumnLinear(inputs, outputs, rules, has_bias, Group(), build)
         self.norm = RMSNorm(model_config.hidden_size, model_config.norm_eps, build)
         if has_head:
-            self.head = Logits(model_config.eagle.num_tokens, model_config.hidden_size, build)
-        if model_config.eagle.num_tokens < model_config.vocab_size:
-            self.vocabulary_ids = torch.arange(model_config.eagle.num_tokens, device=build.device)
+            self.head = Logits(
+                model_config.draft_fields.num_tokens, model_config.hidden_size, build
+            )
+        if model_config.draft_fields.num_tokens < model_config.vocab_size:
+            self.vocabulary_ids = torch.arange(
+                model_config.draft_fields.num_tokens, device=build.device
+            )
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

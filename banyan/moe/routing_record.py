@@ -2,7 +2,7 @@
 (/start_expert_distribution_record).
 
 Only rank 0 of a replica keeps it: every rank routes the same, and stages exchange their choices.
-The record is in memory until it is dumped; a dump contains plain arrays (`formats/arrays.py`).
+The record is in memory until it is dumped; a dump contains plain arrays (`formats/safetensors.py`).
 """
 
 import os
@@ -18,7 +18,7 @@ from torch import Tensor
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger
 from banyan.config.schema import Config, ExpertsConfig
-from banyan.formats.arrays import write_arrays
+from banyan.formats.safetensors import write_arrays
 from banyan.layers.build import Build
 from banyan.messages.control_ops import ControlOp, RecordExperts
 from banyan.messages.plan import EXPERTS

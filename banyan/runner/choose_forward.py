@@ -4,12 +4,12 @@ from banyan.base.log import logger
 from banyan.context_parallel.forward import ContextParallelForward, GatheredAttention
 from banyan.context_parallel.split import share_capacity
 from banyan.layers.build import Build
-from banyan.layers.indexer import index_shape
+from banyan.layers.latent_attention import index_shape
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable, Ops
 from banyan.ops.bind import BoundOps
 from banyan.platform.base import BY_SHAPE, Platform
-from banyan.runner.attention.base import AttentionBackend
+from banyan.runner.attention import AttentionBackend
 from banyan.runner.batch import Batch
 from banyan.runner.captured_forward import CapturedForward, CaptureSizes
 from banyan.runner.forward import EagerForward, Forward, ForwardContext

@@ -139,14 +139,14 @@ def load_eagle_drafter(
             is_mapped=not config.disable_mmap,
         )
         if (
-            model_config.eagle is not None
-            and model_config.eagle.tokens
+            model_config.draft_fields is not None
+            and model_config.draft_fields.tokens
             and isinstance(eagle, EagleLM)
         ):
             restrict_head(
                 eagle,
                 model.model_config,
-                model_config.eagle.tokens,
+                model_config.draft_fields.tokens,
                 build,
                 served.load_format,
                 is_mapped=not served.disable_mmap,

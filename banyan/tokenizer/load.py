@@ -37,7 +37,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     load = load_gguf_tokenizer if path.endswith(".gguf") else load_folder_tokenizer
     tokenizer = build_backend(path, lambda: load(path))
     try:
-        for probe in (*_PROBES, *tokenizer.own_probes()):
+        for probe in (*_PROBES, *tokenizer.probes):
             tokenizer.encode(probe)
     except RequestError as error:
         raise ModelError(

@@ -7,9 +7,11 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from os.path import commonprefix
 from typing import TypeVar
 
 import tokenizers
@@ -17,7 +19,6 @@ import tokenizers
 from banyan.base.errors import BanyanError, ModelError, RequestError
 from banyan.base.log import printable
 from banyan.tokenizer.encode import EncodeKind, Encoder, LibraryEncoder, is_library_error
-from banyan.tokenizer.literals import any_of
 from banyan.tokenizer.token_bytes import PieceTable
 
 NAMED_TOKENS = (
@@ -72,6 +73,10 @@ class TokenizerFacts:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """"default", and where the model has them "tool_use" and others."""
 
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
 
 class Tokenizer:
     """A loaded vocabulary. Immutable and thread-safe.
@@ -106,6 +111,9 @@ class Tokenizer:
         self.bos_id = None if bos is None else backend.token_to_id(bos)
         self.eos_ids = facts.eos_ids
         self._prefix, self._suffix = self._frame()
+        self.probes = _probes(backend)
+        """Runs of the letters that the pre-tokenizer's patterns name: hostile patterns hang on
+        them."""
 
     def through(self, encoder: Encoder) -> "Tokenizer":
         """The same tokenizer with another encoder, which gets all texts of a request at once."""
@@ -120,10 +128,6 @@ class Tokenizer:
 
     def copy_of_backend(self) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
-
-    @property
-    def chat_template(self) -> str | None:
-        return self.facts.chat_templates.get("default")
 
     @property
     def special_texts(self) -> frozenset[str]:
@@ -233,14 +237,6 @@ class Tokenizer:
         skipped = self.special_ids if skip_special_tokens else frozenset()
         return self.pieces.text([id for id in ids if id not in skipped])
 
-    def own_probes(self) -> list[str]:
-        """Runs of the letters that the pre-tokenizer's patterns name."""
-        part = self._backend.pre_tokenizer
-        state = json.loads(part.__getstate__()) if part is not None else {}
-        patterns = "".join(p for part in _parts_of(state) if (p := _regex_of(part)))
-        letters = list(dict.fromkeys(c for c in patterns if c.isalnum()))[:MAX_PROBED]
-        return [letter * 48 + end for letter in letters for end in ("", "\x00")]
-
     def _frame(self) -> tuple[list[int], list[int]]:
         """The ids that the model expects before and after a plain prompt."""
         bare = self._backend.encode("a", add_special_tokens=False).ids
@@ -316,6 +312,14 @@ class Tokenizer:
         return ids[len(lead) :] if ids[: len(lead)] == lead else self._plain(piece.text, True)
 
 
+def _probes(backend: tokenizers.Tokenizer) -> list[str]:
+    part = backend.pre_tokenizer
+    state = json.loads(part.__getstate__()) if part is not None else {}
+    patterns = "".join(p for part in _parts_of(state) if (p := _regex_of(part)))
+    letters = list(dict.fromkeys(c for c in patterns if c.isalnum()))[:MAX_PROBED]
+    return [letter * 48 + end for letter in letters for end in ("", "\x00")]
+
+
 def build_backend(path: str, build: Callable[[], T]) -> T:
     """Call `build`; every error of the library becomes a ModelError."""
     try:
@@ -376,3 +380,20 @@ def _growth(part: Part) -> float:
 def _is_within_word(text: str, start: int, end: int) -> bool:
     edges = (text[start - 1 : start], text[end : end + 1])
     return any(char.isalnum() or char == "_" for char in edges)
+
+
+def any_of(texts: Collection[str]) -> re.Pattern[str]:
+    """A pattern for the longest of `texts` at the leftmost position; without texts it never
+    matches."""
+    return re.compile(_branches(sorted(set(texts))) if texts else r"(?!)")
+
+
+def _branches(texts: list[str]) -> str:
+    """The texts (sorted, distinct) as a tree of common prefixes."""
+    start = commonprefix([texts[0], texts[-1]])
+    rest = [text[len(start) :] for text in texts]
+    ends_here = rest[0] == ""
+    groups = [_branches(list(g)) for _, g in groupby(rest[ends_here:], key=lambda text: text[0])]
+    if not groups:
+        return re.escape(start)
+    return f"{re.escape(start)}(?:{'|'.join(groups)}){'?' if ends_here else ''}"

@@ -5,7 +5,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from banyan.formats.kept import growths, kept_size
+from banyan.formats.gguf import growths, kept_size
 
 
 def written(path: Path, **tensors: tuple[tuple[int, ...], str]) -> Path:

@@ -14,7 +14,7 @@ from banyan.config.resolve import prepare
 from banyan.config.rules.conflicts import refuse_conflicts
 from banyan.config.schema import Config, SpeculativeConfig
 from banyan.config.speculation import branching_flag, longest_branch, plan_drafts
-from banyan.formats.arrays import write_arrays
+from banyan.formats.safetensors import write_arrays
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.draft_model import draft_model_config, draft_of, find_draft_model
 from tests.model_config.test_checkpoint import LLAMA, folder
@@ -280,8 +280,8 @@ def test_a_model_of_eagle3_says_which_layers_it_reads(models, facts: dict, taps:
     speculative = config.speculative
     assert speculative.is_eagle and not speculative.is_mtp
     draft = draft_model_config(speculative, draft_of(config), read_model_config(config.model.path))
-    assert draft.eagle is not None and draft.vocab_size == LLAMA["vocab_size"]
-    assert (draft.eagle.num_tokens, draft.eagle.aux_layers) == (7, taps)
+    assert draft.draft_fields is not None and draft.vocab_size == LLAMA["vocab_size"]
+    assert (draft.draft_fields.num_tokens, draft.draft_fields.aux_layers) == (7, taps)
 
 
 def test_eagle3_needs_a_model(tmp_path):
@@ -374,8 +374,12 @@ def test_a_token_map_says_what_is_drafted(models, tmp_path, form: str):
     config = eagle(models, EAGLE, LLAMA, "--speculative-token-map", path)
     served = read_model_config(config.model.path)
     draft = draft_model_config(config.speculative, draft_of(config), served)
-    assert draft.eagle is not None
-    assert (draft.eagle.tokens, draft.eagle.num_tokens, draft.eagle.aux_layers) == (
+    assert draft.draft_fields is not None
+    assert (
+        draft.draft_fields.tokens,
+        draft.draft_fields.num_tokens,
+        draft.draft_fields.aux_layers,
+    ) == (
         (3, 7, 400),
         3,
         (),
@@ -475,8 +479,12 @@ def test_a_model_says_which_layers_it_reads(tmp_path, facts, taps, block):
     config = dflash_pair(tmp_path, draft=facts)
     served = read_model_config(config.model.path)
     model_config = draft_model_config(config.speculative, draft_of(config), served)
-    assert model_config.eagle is not None and model_config.architecture == "Qwen3ForCausalLM"
-    assert (model_config.eagle.aux_layers, model_config.eagle.block, model_config.eagle.mask) == (
+    assert model_config.draft_fields is not None and model_config.architecture == "Qwen3ForCausalLM"
+    assert (
+        model_config.draft_fields.aux_layers,
+        model_config.draft_fields.block,
+        model_config.draft_fields.mask,
+    ) == (
         taps,
         block,
         5,

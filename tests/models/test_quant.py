@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.formats.kept import kept_bytes
+from banyan.formats.gguf import kept_bytes
 from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.quantization import SPELLINGS

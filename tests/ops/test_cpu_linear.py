@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.formats.kept import kept_bytes
+from banyan.formats.gguf import kept_bytes
 from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.cpu.build import ISAS
-from banyan.ops.cpu.embedding import StoredEmbedding
 from banyan.ops.cpu.library import Library
-from banyan.ops.cpu.linear import PlainLinear, RoundedLinear, pack_linear
+from banyan.ops.cpu.linear import PlainLinear, RoundedLinear, StoredEmbedding, pack_linear
 from banyan.ops.cpu.weights import QUANTIZATIONS, SOURCES, Arena, pack
 from banyan.ops.stored import E4M3, STORAGE_TYPES, StoredWeight
 from tests.ops.conftest import MACHINES, beside_the_best, open_library

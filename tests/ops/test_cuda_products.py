@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from banyan.ops import blocks, rounding
-from banyan.ops.cuda import packing, products
+from banyan.ops.cuda import products
 from banyan.ops.cuda.needs import CudaToolkit
 from banyan.ops.stored import StoredWeight
 from tests.ops import triton_device
@@ -84,7 +84,7 @@ def test_products_are_those_of_the_plain_weight(type, outputs, inputs, group, dt
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_every_cut_gives_the_same_product(type, is_turned, parts):
     weight = stored(type, 70, 224)
-    packed = packing.pack(weight, DEVICE)
+    packed = products.pack(weight, DEVICE)
     x = random(19, 224).to(DEVICE, torch.float16)
     bias = random(70, seed=2).to(DEVICE, torch.float16)
     want = x.double().cpu() @ weight.dense.double().T + bias.double().cpu()
@@ -109,7 +109,7 @@ def test_a_token_has_the_same_bits_again_and_in_a_batch(type, monkeypatch):
 @pytest.mark.parametrize("type", NESTED)
 def test_nested_scales_keep_eleven_bits_whatever_their_size(type, magnitude):
     weight = stored(type, 140, 512, magnitude=magnitude)
-    packed = packing.pack(weight, DEVICE)
+    packed = products.pack(weight, DEVICE)
     want = weight.dense.double()
     most = want.abs().amax(1, keepdim=True) * 2.0**-9
     plain = products.unpacked(packed, torch.float32).double().cpu()
@@ -126,7 +126,7 @@ def test_nested_scales_keep_eleven_bits_whatever_their_size(type, magnitude):
 @pytest.mark.parametrize(("inputs", "group"), [(96, 32), (256, 128)])
 def test_what_is_unpacked_is_the_plain_weight_to_the_bit(type, inputs, group, dtype):
     weight = stored(type, 70, inputs, group)
-    got = products.unpacked(packing.pack(weight, DEVICE), dtype)
+    got = products.unpacked(products.pack(weight, DEVICE), dtype)
     assert torch.equal(got.cpu(), weight.dense.to(dtype))
 
 
@@ -134,8 +134,8 @@ def test_what_is_unpacked_is_the_plain_weight_to_the_bit(type, inputs, group, dt
 @pytest.mark.parametrize("group", [32, 64, 128, 512])
 def test_a_weight_takes_no_more_memory_than_in_the_file(type, group):
     weight = stored(type, 256, 512, group)
-    packed = packing.pack(weight, DEVICE)
-    bits = packing.BLOCK_TYPES[type].bits + (32 if type == "Q4_1" else 16) / group
+    packed = products.pack(weight, DEVICE)
+    bits = products.BLOCK_TYPES[type].bits + (32 if type == "Q4_1" else 16) / group
     assert packed.size_bytes == 256 * 512 * bits / 8 <= weight.raw.nbytes
 
 
@@ -173,9 +173,9 @@ def test_the_documentation_lists_the_types_whose_numbers_are_kept():
         line.split("|") for line in page.read_text().splitlines() if line.endswith("| Triton |")
     ]
     kept = {row[1].strip(): re.findall(r"[\d.]+", row[2]) for row in rows}
-    assert list(kept) == list(packing.BLOCK_TYPES)
+    assert list(kept) == list(products.BLOCK_TYPES)
     for type, (bits, *_) in kept.items():
-        packed = packing.pack(stored(type, 128, 4096), DEVICE)
+        packed = products.pack(stored(type, 128, 4096), DEVICE)
         units = 0 if packed.units is None else packed.units.nbytes
         assert (packed.size_bytes - units) * 8 / (128 * 4096) == float(bits), type
 

@@ -9,10 +9,10 @@ import pytest
 import zmq
 
 from banyan.base.errors import ConfigError
-from banyan.config.kv_events import kv_events
+from banyan.config.observability import kv_events
 from banyan.config.schema import ObserveConfig
 from banyan.llm import Engine
-from banyan.lora.namespaces import id_of
+from banyan.lora.scheduling import id_of
 from tests.support.flags import config_of
 from tests.support.lora import write_adapter
 from tests.system.serving import free_port, launch, wait_ready, wait_until

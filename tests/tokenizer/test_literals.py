@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banyan.tokenizer.literals import any_of
+from banyan.tokenizer.tokenizer import any_of
 
 TEXT = st.text(alphabet="ab|(", min_size=1, max_size=5)
 

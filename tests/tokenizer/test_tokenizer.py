@@ -61,7 +61,7 @@ def test_every_digit_of_any_script_stands_alone_in_the_demo_vocabulary() -> None
 def test_the_demo_model_says_what_ends_a_turn() -> None:
     texts = [demo().id_to_token(id) for id in demo().eos_ids]
     assert texts == ["<|im_end|>", "<|endoftext|>"]
-    assert demo().chat_template is not None and "<|im_start|>" in demo().chat_template
+    assert demo().facts.chat_template is not None and "<|im_start|>" in demo().facts.chat_template
     assert demo().vocab_size == 49_152 and demo().bos_id == 1
 
 
@@ -243,7 +243,7 @@ def test_eos_comes_from_every_file_that_names_one(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("in its own file")
     tok = load_tokenizer(path)
     assert tok.eos_ids == (1, 2, 3)
-    assert tok.chat_template == "in its own file"
+    assert tok.facts.chat_template == "in its own file"
 
 
 def test_a_token_that_only_the_configuration_has_is_added_at_its_id(tmp_path: Path) -> None:

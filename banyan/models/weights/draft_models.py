@@ -68,7 +68,7 @@ def load_eagle(
     has_head = is_dummy or bool({"lm_head.weight", "model.lm_head.weight"} & types.keys())
     parts = (model_config, family, build, page_size, has_bias)
     eagle: EagleLM | Eagle3LM
-    is_third = model_config.eagle is not None and bool(model_config.eagle.aux_layers)
+    is_third = model_config.draft_fields is not None and bool(model_config.draft_fields.aux_layers)
     if is_third:
         eagle = Eagle3LM(*parts, has_head, served_length)
     else:

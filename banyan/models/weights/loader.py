@@ -17,7 +17,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
-from banyan.formats.kept import growths, kept_bytes
+from banyan.formats.gguf import growths, kept_bytes
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.weight_slot import Layer, WeightSlot
@@ -265,7 +265,7 @@ class Filling:
     def _place_of(self, name: str) -> WeightPlace | None:
         """The place of a tensor. Embedding models may be stored without the prefix of their
         body."""
-        place, alone = place_of(name, self.names), self.names.alone
+        place, alone = place_of(name, self.names), self.names.optional_part
         if alone and place is not None and place.module not in self.layers:
             return replace(place, module=place.module.replace(alone, "", 1))
         if place is None and self.model.model_config.pooling is not None:

@@ -32,9 +32,9 @@ KERNELS = {
     "linear": [
         f"{_HERE}.linear:rounded",
         f"{_HERE}.linear:plain",
-        f"{_HERE}.linear_onednn:onednn",
+        f"{_HERE}.linear:onednn",
     ],
-    "embedding": [f"{_HERE}.embedding:stored"],
+    "embedding": [f"{_HERE}.linear:embedding"],
     "route": [f"{_HERE}.experts:route"],
     "place_experts": [f"{_HERE}.experts:place"],
     "combine_experts": [f"{_HERE}.experts:combine"],

@@ -2,7 +2,8 @@
 
 `build` starts it and keeps its standard input open. When that closes, for any reason, the compilers
 are stopped and their output is deleted. Progress is always logged, because a person is waiting.
-Standard output is "", or the reason why there is no library, in one line.
+Standard output is "", or the reason why there is no library, in one line. A `WorkerProcess` does
+not fit: it is killed alone, and its compilers would run on.
 """
 
 import fcntl

@@ -1,9 +1,11 @@
-"""Compiled projections on packed weights: fp32 in and out, weights in the checkpoint's types.
+"""Compiled projections on packed weights, and embedding lookup from the checkpoint's blocks.
 
-`rounded` multiplies quantised weights with activations rounded to 8 bits per block of 32 inputs;
-a few of the largest activations of each row stay exact. On processors with bf16 products it
-multiplies bf16 weights with bf16 activations. `plain` takes weights of every type and does not
-round activations. In both, a row's result does not depend on the number of rows, bit for bit.
+fp32 in and out, weights in the checkpoint's types. `rounded` multiplies quantised weights with
+activations rounded to 8 bits per block of 32 inputs; a few of the largest activations of each row
+stay exact. On processors with bf16 products it multiplies bf16 weights with bf16 activations.
+`plain` takes weights of every type and does not round activations. `onednn` packs a dense weight
+once at load. In all three a row's result does not depend on the number of rows, bit for bit:
+oneDNN's packed products sum in one order for any number of rows, plain matrix products do not.
 """
 
 from collections.abc import Callable
@@ -143,3 +145,83 @@ def _packer(
 
 rounded = Kernel(supports=_supports_rounded, make=_packer(RoundedLinear), rounds_activations=True)
 plain = Kernel(supports=supports, make=_packer(PlainLinear))
+
+
+class OneDnnLinear:
+    """A dense weight [out, in] in oneDNN's own layout."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+
+
+def _supports_onednn(spec: OpSpec) -> str | None:
+    if spec.device.type != "cpu":
+        return f"tensors are on {spec.device.type}"
+    if not torch.backends.mkldnn.is_available():
+        return "this torch is built without oneDNN"
+    if spec.dtype != torch.float32:
+        return f"packs fp32, activations are {spec.dtype}"
+    return None
+
+
+def _pack_onednn(
+    weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
+) -> OneDnnLinear:
+    return OneDnnLinear(weight.dense.to(device, dtype))
+
+
+onednn = Kernel(run=_pack_onednn, supports=_supports_onednn)
+
+
+class StoredEmbedding:
+    """Rows first … last − 1 of a table [ids, dim], kept in its stored type."""
+
+    def __init__(
+        self, library: Library, weight: StoredWeight, first: int, last: int, scale: float
+    ) -> None:
+        raw = weight.raw[first:last]
+        self._raw = raw if raw.stride(1) == 1 else raw.contiguous()
+        self._library = library
+        self._source = SOURCES.index(weight.type)
+        self._dim = weight.shape[1]
+        self._first = first
+        self._scale = scale
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        assert tokens.dtype == torch.int64 and tokens.is_contiguous()
+        out = self._library.empty((tokens.shape[0], self._dim))
+        self._library.call(
+            "bn_embedding_rows",
+            tokens.shape[0],
+            tokens.data_ptr(),
+            self._source,
+            self._raw.data_ptr(),
+            self._raw.stride(0),
+            self._raw.shape[0],
+            self._dim,
+            self._first,
+            self._scale,
+            out.data_ptr(),
+            self._dim,
+        )
+        return out
+
+
+def _embedding_packer(library: Library) -> Callable[..., object]:
+    def packer(
+        weight: StoredWeight,
+        dtype: torch.dtype,
+        device: torch.device,
+        first: int,
+        last: int,
+        scale: float = 1.0,
+    ) -> StoredEmbedding:
+        return StoredEmbedding(library, weight, first, last, scale)
+
+    return packer
+
+
+embedding = Kernel(supports=supports, make=_embedding_packer)

@@ -1,4 +1,4 @@
-"""Triton kernels of products with quantised weights (`packing.py`). Imported on first use.
+"""Triton kernels of products with quantised weights (`products.py`). Imported on first use.
 
 The products use the integers, which both half types represent exactly. A chunk's sum is then
 multiplied by its group's factor in fp32. So weights are never rounded.

@@ -29,8 +29,8 @@ from banyan.engine_client.client import Replicas
 from banyan.engine_client.metrics_observer import MetricsObserver
 from banyan.engine_client.request_log import WITH_BEGINNINGS, Recent, metrics_observers_of
 from banyan.engine_client.text_generator import open_generator
-from banyan.messages.constraint import REGEX, Constraint
 from banyan.messages.events import Ready
+from banyan.messages.requests import REGEX, Constraint
 from banyan.messages.sampling_params import SamplingParams
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE, Parsers, choose_parsers
@@ -145,7 +145,7 @@ def _load_tokenizer(config: Config) -> _TextParts:
     give_back()  # reading a vocabulary needs several times the memory that it keeps
     source = template_source(server.chat_template)
     chat = None
-    if source is not None or tokenizer.chat_template is not None:
+    if source is not None or tokenizer.facts.chat_template is not None:
         chat = load_chat(tokenizer, source)
     template = chat.template.source if chat else ""
     takes_tools = chat is None or chat.template.takes_tools

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import BanyanError, CapacityError, ConfigError
 from banyan.cli import quantize as quantize_verb
 from banyan.cli.quantize import FLOAT_TYPES, GGUF_TYPES, HUB_TYPES, quantize
-from banyan.models.quantize import output_folder as folder
+from banyan.models.quantize import writer as folder
 from banyan.models.quantize import writer as work
 from banyan.models.quantize.layouts import TYPES, layout_of
 from banyan.ops.stored import StoredWeight

@@ -16,12 +16,11 @@ from banyan.base.errors import BanyanError
 from banyan.cli.quantize import quantize
 from banyan.families import FAMILIES, GGUF, known_gguf
 from banyan.formats.headers import gguf_header, gguf_pair
+from banyan.model_config.export import hub_keys
 from banyan.model_config.model_config import ModelConfig
-from banyan.model_config.to_hf import hub_keys
 from banyan.ops.bind import bind
 from banyan.tokenizer.load import load_tokenizer
-from banyan.tokenizer.write_folder import folder_words
-from banyan.tokenizer.write_gguf import gguf_words
+from banyan.tokenizer.write import folder_words, gguf_words
 from tests.models import test_gguf as llama
 from tests.models import test_gguf_experts as experts
 from tests.models import test_gguf_families as dense
@@ -320,7 +319,7 @@ def test_layers_with_states_are_refused_before_anything_is_written(tmp_path):
 
 
 def test_a_fact_that_config_json_has_no_key_for_is_refused(tmp_path, file_of_experts, monkeypatch):
-    monkeypatch.setattr("banyan.model_config.to_hf._like_qwen", lambda experts: {"num_experts": 5})
+    monkeypatch.setattr("banyan.model_config.export._like_qwen", lambda experts: {"num_experts": 5})
 
     with pytest.raises(BanyanError, match=r"config\.json does not hold all facts of .*num_exp"):
         made(file_of_experts, tmp_path / "out", "bf16")

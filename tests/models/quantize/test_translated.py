@@ -10,9 +10,9 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.model_config.checkpoint import read_model_config
-from banyan.model_config.to_gguf import differences
+from banyan.model_config.export import differences
 from banyan.tokenizer.load import load_tokenizer
-from banyan.tokenizer.write_gguf import gguf_words
+from banyan.tokenizer.write import gguf_words
 from tests.models import test_gguf_experts as experts
 from tests.models import test_gguf_families as dense
 from tests.models.families import EXPERTS, VARIANTS, rewrite_config, tiny

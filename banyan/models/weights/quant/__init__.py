@@ -28,29 +28,29 @@ _HERE = "banyan.models.weights.quant"
 _ROUNDED = {"w8a8_int8": "int8", "modelslim": "modelslim"}
 """Forms that ask for rounded activations -> where they are read."""
 _EIGHT_BIT_FLOATS = (
-    "E4M3: as it is, with a scale per 32 inputs; BF16 for e5m2, for groups and blocks that are no "
-    "multiple of 32 wide, and on other devices than CPUs"
+    "E4M3 with a scale per 32 inputs; BF16 for e5m2, for groups and blocks that are no multiple of "
+    "32 wide, and on devices other than CPUs"
 )
 FORMS = {
     "fp8": QuantForm(
         f"{_HERE}.fp8:open_fp8",
-        "e4m3 or e5m2, a scale per tensor, per output, per group of inputs or per block, also as a "
-        "power of two (MXFP8); also stacks of experts",
+        "e4m3 or e5m2; a scale per tensor, output, group of inputs or block, also a power of two "
+        "(MXFP8); also stacks of experts",
         _EIGHT_BIT_FLOATS,
     ),
     "w4afp8": QuantForm(
-        f"{_HERE}.w4afp8:open_w4afp8",
+        f"{_HERE}.fp8:open_w4afp8",
         "experts in 4-bit integers, a scale per group of inputs; the others as fp8 in blocks of "
         "128 × 128",
         "Q4_0 for experts; the others as the form fp8",
     ),
     "gptq": QuantForm(
-        f"{_HERE}.gptq:open_gptq",
+        f"{_HERE}.gptq_awq:open_gptq",
         "2, 3, 4 or 8 bits, both layouts, `desc_act`, `dynamic` settings by module",
         "Q4_0; Q4_1 with zero points; Q8_0 for 8 bits; BF16 with `desc_act`",
     ),
     "awq": QuantForm(
-        f"{_HERE}.awq:open_awq",
+        f"{_HERE}.gptq_awq:open_awq",
         "4 bits with zero points, `gemm` layout",
         "Q4_1; Q4_0 where zero points allow it",
     ),
@@ -75,7 +75,7 @@ FORMS = {
         "BF16 for 4 bits; Q8_0 for 8",
     ),
     "mxfp4": QuantForm(
-        f"{_HERE}.mxfp4:open_mxfp4",
+        f"{_HERE}.fp4:open_mxfp4",
         "stacks of experts in blocks of 32 4-bit floats (e2m1) with a power of two each (e8m0)",
         "MXFP4, to the bit",
     ),
@@ -85,7 +85,7 @@ FORMS = {
         "FP8 and MXFP8 as the form fp8; BF16 for NVFP4",
     ),
     "auto-round": QuantForm(
-        f"{_HERE}.auto_round:open_auto_round",
+        f"{_HERE}.gptq_awq:open_auto_round",
         "packed as gptq (2, 3, 4 or 8 bits) or awq (4 bits), `extra_config` by module",
         "as gptq and awq",
     ),
@@ -122,19 +122,15 @@ def open_method(quant: QuantFacts, where: str, rounds: bool = False) -> QuantMet
     return opened(CheckpointFields(json.loads(quant.settings), f"{where}, quantization_config"))
 
 
-def overview(spellings: Mapping[str, Sequence[str]], tried: Mapping[str, str]) -> str:
+def overview(spellings: Mapping[str, Sequence[str]]) -> str:
     """The table of docs/quantization.md.
 
     Args:
         spellings: form -> names that a flag may give it.
-        tried: form -> the tests of it.
     """
-    lines = [
-        "| form | `--quantization` | what is read | what it becomes | tried in |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| form | `--quantization` | variants | storage type |", "|---|---|---|---|"]
     for name, form in FORMS.items():
         spelled = ", ".join(f"`{spelling}`" for spelling in spellings[name])
-        cells = (name, spelled, form.reads, form.becomes, tried[name])
+        cells = (name, spelled, form.reads, form.becomes)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

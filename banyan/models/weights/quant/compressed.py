@@ -30,7 +30,7 @@ from banyan.models.weights.quant.base import (
 )
 from banyan.models.weights.quant.fp4 import from_mxfp4, from_nvfp4
 from banyan.models.weights.quant.fp8 import Fp8
-from banyan.models.weights.quant.gptq import MAX_GROUP
+from banyan.models.weights.quant.gptq_awq import MAX_GROUP
 from banyan.models.weights.quant.groups import (
     Numbers,
     by_index,

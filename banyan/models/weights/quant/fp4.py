@@ -1,14 +1,21 @@
-"""4-bit floats (e2m1), two in a byte, the first in the low half; each is a whole number of halves.
+"""4-bit floats (e2m1), two in a byte, the first in the low half; and mxfp4, the form of gpt-oss.
 
-In blocks of 32 with a power of two each (MXFP4, OCP Microscaling 1.0) they keep their bits. In
-groups of 16 with an fp8 scale, and one more for the tensor (NVFP4), they become bf16.
+In blocks of 32 with a power of two each (MXFP4, OCP Microscaling 1.0) the numbers keep their bits.
+In groups of 16 with an fp8 scale, and one more for the tensor (NVFP4), they become bf16.
+
+mxfp4 stores stacks of experts; the rest of the checkpoint is bf16:
+    …_blocks uint8 [experts, out, in/32, 16]
+    …_scales uint8 [experts, out, in/32], exponents biased by 127
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.models.weights.quant.base import Restored
+from banyan.model_config.checkpoint_fields import CheckpointFields
+from banyan.models.weights.quant.base import Parts, Restored, numbers_of
 from banyan.ops import blocks
 from banyan.ops.blocks import BLOCK
 from banyan.ops.stored import StoredWeight
@@ -45,3 +52,32 @@ def from_nvfp4(octets: Tensor, scale: Tensor, factor: float) -> Restored:
     values *= (scale.float() * factor).repeat_interleave(_NV_GROUP, 1)
     why = f"groups of {_NV_GROUP} values are not whole blocks of {BLOCK}"
     return Restored(StoredWeight.from_tensor(values.bfloat16()), why)
+
+
+_PARTS = ("blocks", "scales")
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    remark: str = ""
+
+    def part_of(self, name: str, type: str) -> tuple[str, str] | None:
+        stem, _, last = name.rpartition("_")
+        return (stem, last) if last in _PARTS and type == "U8" else None
+
+    def restore(self, stem: str, parts: Parts) -> Restored:
+        octets = numbers_of(parts, "blocks", ("U8",), (None, None, None, BLOCK // 2))
+        exponents = numbers_of(parts, "scales", ("U8",), (None, None, None))
+        if octets.shape[:-1] != exponents.shape:
+            raise ModelError(
+                f"blocks of shape {list(octets.shape)} need scales of shape "
+                f"{list(octets.shape[:-1])}, not {list(exponents.shape)}"
+            )
+        experts, outputs, groups = exponents.shape
+        raw = in_blocks(octets.view(-1, BLOCK // 2), exponents.view(-1, 1))
+        shape = (experts, outputs, groups * BLOCK)
+        return Restored(StoredWeight("MXFP4", shape, raw.view(experts, outputs, -1)))
+
+
+def open_mxfp4(facts: CheckpointFields) -> Mxfp4:
+    return Mxfp4()

@@ -5,6 +5,10 @@ The numbers keep their bits in blocks of 32 with a scale each. If no such block 
 become bf16; each value is then exact except for the rounding of the scale. Activations are not
 rounded; a configuration that asks for it gets a warning.
 
+w4afp8 (DeepSeek-R1-W4AFP8; SGLang's form of that name) has experts in 4-bit integers:
+    weight int8 [out, in/2], two numbers in a byte, the first in the low half;
+    weight_scale_inv [out, in/128], input_scale
+
 Source: the `quantization_config` of deepseek-ai/DeepSeek-V3 and of transformers' FineGrainedFP8.
 """
 
@@ -26,6 +30,7 @@ from banyan.models.weights.quant.base import (
     numbers_of,
     part_among,
 )
+from banyan.models.weights.quant.groups import from_groups
 from banyan.ops.blocks import BLOCK
 from banyan.ops.stored import E4M3, FLOAT8_TYPES, StoredWeight, room_for
 
@@ -194,3 +199,36 @@ def open_fp8(facts: CheckpointFields) -> Fp8:
     if len(sides) != 2 or len(good) != 2:
         raise facts.error("weight_block_size", sides, "two whole numbers")
     return Fp8((good[0], good[1]), remark)
+
+
+_W4A_PARTS = ("weight_scale_inv", "input_scale")
+_MAX_GROUP = 1 << 16
+_FLOATS = Fp8((128, 128))
+
+
+@dataclass(frozen=True)
+class W4AFp8:
+    """
+    Attributes:
+        group: inputs of an expert that share a scale.
+    """
+
+    group: int
+    remark: str = "activations are not rounded to 8 bits as the checkpoint asks"
+
+    def part_of(self, name: str, type: str) -> tuple[str, str] | None:
+        is_raw = type in ("I8", *FLOAT8_TYPES)
+        return part_among((*_W4A_PARTS, "weight") if is_raw else _W4A_PARTS, name)
+
+    def restore(self, stem: str, parts: Parts) -> Restored:
+        if "weight" in parts and parts["weight"].type in FLOAT8_TYPES:
+            return _FLOATS.restore(stem, parts)
+        octets = numbers_of(parts, "weight", ("I8",), (None, None))
+        low, high = torch.bitwise_left_shift(octets, 4) >> 4, octets >> 4  # the sign is kept
+        numbers = torch.stack([low, high], dim=-1).flatten(1)
+        scale = numbers_of(parts, "weight_scale_inv", FLOATS, (None, None))
+        return from_groups(numbers, 0, scale, self.group)
+
+
+def open_w4afp8(facts: CheckpointFields) -> W4AFp8:
+    return W4AFp8(facts.integer("group_size", 1, _MAX_GROUP, default=128))

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from banyan.formats.kept import KEPT_BYTES, kept_bytes
+from banyan.formats.gguf import KEPT_BYTES, kept_bytes
 from banyan.formats.mapped import TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import files_of_weights
