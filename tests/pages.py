@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from banyan.families import FAMILIES, GGUF
+from banyan.families.nested import NESTED
 from banyan.model_config.quantization import SPELLINGS
 from banyan.models.weights.quant import FORMS, overview
 from tests.models import (
@@ -16,6 +17,7 @@ from tests.models import (
     test_gguf_families,
     test_gguf_hybrids,
     test_gguf_states,
+    test_nested,
 )
 from tests.models.families import EXPERTS, STATES, VARIANTS
 
@@ -28,7 +30,6 @@ _ELSEWHERE = {
     "BailingMoeForCausalLM": "test_bailing.py",
     "BailingMoeV2ForCausalLM": "test_bailing.py",
     "Step3TextForCausalLM": "test_step.py",
-    "Step3VLForConditionalGeneration": "test_step.py",
     "gguf/llama": "test_gguf.py",
     "gguf/gpt-oss": "test_gpt_oss.py",
     "gguf/step35": "test_step.py",
@@ -37,6 +38,13 @@ _ELSEWHERE = {
 }
 """Families with a file of tests of their own, in tests/models."""
 _FORMS_ELSEWHERE = {"mxfp4": "tests/models/test_gpt_oss.py"}
+_NESTED_ELSEWHERE = {
+    "Step3VLForConditionalGeneration": "test_step.py",
+    "Step3p7ForConditionalGeneration": "test_families.py[step 3.7]",
+    "Qwen3_5ForConditionalGeneration": "test_families.py",
+    "Qwen3_5MoeForConditionalGeneration": "test_families.py",
+}
+_NESTED_HEAD = "| multimodal class | text model | weights left out | tried in |"
 _FAMILY_HEAD = "| family | class in config.json | GGUF architecture | what is special | tried in |"
 
 
@@ -81,6 +89,19 @@ def families() -> str:
     return "\n".join(lines)
 
 
+def nested() -> str:
+    """Multimodal checkpoints, of which the text model is served."""
+    lines = [_NESTED_HEAD, "|---|---|---|---|"]
+    for name, form in NESTED.items():
+        model = name.removesuffix("ForConditionalGeneration")
+        cases = [case for case, (its, *_) in test_nested.VARIANTS.items() if its == model]
+        tried = [f"test_nested.py[{cases[0]}]"] if cases else [_NESTED_ELSEWHERE[name]]
+        text = f"`{form.text}`" if form.text else "named by its configuration"
+        left = _marked([prefix.rstrip(".") for prefix in form.towers])
+        lines.append(f"| `{name}` | {text} | {left} | {_marked(tried)} |")
+    return "\n".join(lines)
+
+
 def _marked(names: list[str] | dict[str, None]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -100,6 +121,7 @@ def forms() -> str:
 def pages() -> Iterator[tuple[Path, str]]:
     """A page, and a table that it has."""
     yield DOCS / "models.md", families()
+    yield DOCS / "models.md", nested()
     yield DOCS / "quantization.md", forms()
 
 
