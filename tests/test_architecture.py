@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "banyan"
 
-RULES = "lora.rules moe.rules dp_attention.rules context_parallel.rules disaggregation.rules"
+RULES = "lora.rules moe.rules dp_attention.rules disaggregation.rules"
 """Modules that check flags. They lie in the folder of their subject and belong to `config`."""
 LORA_FILES = "lora.adapter_config lora.adapter_files"
 ARROWS = {
@@ -24,7 +24,7 @@ ARROWS = {
     "config": f"base formats families model_config hub ascend.variables {RULES}",
     "messages": "base",
     "kv_cache": "base config model_config messages.plan disaggregation.peer_pages",
-    "grammar": "base messages.constraint",
+    "grammar": "base messages.requests",
     "scheduler": "base config messages kv_cache grammar"
     " lora.scheduling disaggregation.scheduling pipeline.micro_batches",
     "engine": "base config model_config messages scheduler kv_cache grammar"
@@ -41,8 +41,7 @@ ARROWS = {
     "bench": "base model_config messages tokenizer formats",
     "server": "base config model_config messages tokenizer chat_template requests parsers"
     " engine_client formats scheduler.routing lora.adapter_files dp_attention.rules",
-    "router": "base config scheduler.routing scheduler.prefix_hashes server.errors server.http"
-    " server.anthropic.dialect server.ollama.dialect server.responses.dialect",
+    "router": "base config scheduler.routing scheduler.prefix_hashes server.errors server.http",
     "platform": "base config.defaults config.env model_config.model_config",
     "ops": "platform base",
     "parallel": "platform ops base dp_attention.batch",
@@ -52,7 +51,7 @@ ARROWS = {
     "models": "layers parallel model_config families formats ops base moe.layer",
     "kv_transfer": "base config messages",
     "runner": "base config model_config messages models layers parallel ops platform kv_transfer"
-    " kv_cache.groups formats.safetensors lora.load lora.pool lora.slots moe.routing_record"
+    " kv_cache.sizing formats.safetensors lora.load lora.pool lora.slots moe.routing_record"
     " context_parallel pipeline.runner_stage dp_attention disaggregation.page_cutting",
     "lora": "base formats messages config model_config families hub ops layers models parallel"
     " platform moe.layer moe.rules runner.control_ops",
@@ -82,15 +81,12 @@ SHELVES = {
         "tool_servers": "errors",
         "http": "errors",
         "openai": "errors state http store",
-        "embeddings": "errors state http openai",
         "sglang": "errors state http openai",
         "responses": "errors state http openai store tool_servers",
-        "batches": "errors state http openai embeddings responses store",
         "anthropic": "errors state http openai",
         "ollama": "errors state http openai embeddings",
         "admin": "errors state http openai embeddings",
         "console": "state http",
-        "openapi": "errors state http openai admin console",
         "grpc": "errors state http sglang embeddings admin",
         "lifecycle": "state listeners http admin batches tool_servers",
     },
@@ -106,7 +102,7 @@ DOOR_IMPORTS = (
 COMPOSITION_ROOTS = (
     *("cli", "llm.py", "config/prepare.py", "server/processes.py"),
     *("engine/core_process.py", "engine/model_loader.py"),
-    *("engine/kv_transfer_setup.py", "engine/grammar_setup.py"),
+    *("engine/kv_transfer_setup.py", "engine/grammar_queue.py"),
     *("__main__.py", "check_env.py"),
     *("launch_server.py", "launch_router.py", "launch_lb.py"),
     *("bench_serving.py", "bench_one_batch.py", "bench_offline_throughput.py"),

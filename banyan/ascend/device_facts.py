@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from banyan.ascend.launch.facts import SOCS, Launch, read_model
+from banyan.ascend.launch.facts import SOCS, Launch, arguments_of_config, read_model
 from banyan.ascend.launch.machine import find_soc, own_interfaces, own_packages
-from banyan.ascend.launch.reading import arguments_of_config
 from banyan.ascend.launch.rules import check as check_rules
 from banyan.ascend.launch.support import device_outcomes
 from banyan.ascend.variables import VARIABLES
@@ -55,7 +54,7 @@ def _launch(config: Config, folder: str, environment: Environment) -> Launch:
 
 def _flag_outcomes(environment: Environment) -> Iterator[str]:
     soc = environment.npu.soc if environment.npu.driver else find_soc() or "A3"
-    yield f"Flags on an {soc}, and what the documents' table says of each"
+    yield f"Flags on an {soc}, and the verdict of the documents' table on each"
     for name, outcome in device_outcomes(soc).items():
         why = f": {outcome.why}" if outcome.why else ""
         yield f"{name:<{_NAME_COLUMN}}  {outcome.verdict} ({outcome.column or '-'}{why})"

@@ -1,7 +1,7 @@
-"""The driver of Ascend NPUs: the one place that imports torch_npu, or what stands in for it.
+"""The driver of Ascend NPUs: the one place that imports torch_npu, or its substitute.
 
 Importing a driver registers the device "npu" and the operators of `torch.ops.npu` with torch. A
-process can have one driver. BANYAN_NPU names a module that stands in for torch_npu, for example the
+process can have one driver. BANYAN_NPU names a module that replaces torch_npu, for example the
 emulated device of the tests; `DriverModule` is its interface.
 """
 

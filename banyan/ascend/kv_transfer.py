@@ -1,5 +1,5 @@
 """The mover of --disaggregation-transfer-backend ascend: pages are written by MemFabric's transfer
-engine from memory of one NPU to that of another.
+engine from memory of one NPU to the memory of another.
 
 Engines meet at the store that ASCEND_MF_STORE_URL names, which a prefill server of that machine
 creates. What an engine reads and writes is registered once, in one piece: places where pages land,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from banyan.ascend.driver import open_driver, open_interconnect
-from banyan.ascend.expert_exchange import dispatch_of, fused_dispatch_of
+from banyan.ascend.ops.product_contracts import dispatch_of, fused_dispatch_of
 from banyan.base.os import num_cores
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig

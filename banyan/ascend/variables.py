@@ -1,5 +1,5 @@
-"""What the variables of the documents for Ascend NPUs come to there: each is read by a library, is
-held against the rules, says what is so already, or is refused by name when it asks for something.
+"""The variables of the documents for Ascend NPUs. A library reads the variable, the rules check it,
+it has no effect because its behaviour always applies, or it is refused by name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,12 @@ class Variable:
     """
     Attributes:
         outcome: READ, SET, SO or REFUSED.
-        says: who reads it, what it does, or why it is refused.
-        use: what to do instead, of a refused one.
+        meaning: who reads it, its effect, or why it is refused.
+        use: the replacement of a refused one.
     """
 
     outcome: str
-    says: str
+    meaning: str
     use: str = "unset it"
 
 
@@ -36,7 +36,7 @@ VARIABLES = {
     "ASCEND_HOME_PATH": Variable(READ, "CANN; `banyan doctor` looks for it"),
     "HCCL_BUFFSIZE": Variable(
         READ,
-        "HCCL, and told to each group of devices; rule 9, `banyan check` prints what is needed",
+        "HCCL, and passed to each group of devices; rule 9, `banyan check` prints what is needed",
     ),
     "HCCL_SOCKET_IFNAME": Variable(READ, f"{_HCCL}; rules 14"),
     "GLOO_SOCKET_IFNAME": Variable(SO, "a rank listens where it reaches the others; rules 14"),
@@ -57,13 +57,13 @@ VARIABLES = {
         SET, "pages of latent attention have the fractal form (NZ); rules 2b and 5"
     ),
     "SGLANG_NPU_USE_MULTI_STREAM": Variable(
-        SET, "the shared experts run on a second stream, beside the others; rule 6a"
+        SET, "the shared experts run on a second stream, at the same time as the others; rule 6a"
     ),
     "SGLANG_NPU_FUSED_MOE_MODE": Variable(
         SET, "--moe-a2a-backend ascend_fuseep: which of two operators it is; rules 4"
     ),
     "SGLANG_USE_AG_AFTER_QLORA": Variable(
-        SO, "ranks gather latents and keys alone, behind the projections; no inputs before them"
+        SO, "ranks gather latents and keys alone, after the projections; no inputs before them"
     ),
     "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": Variable(
         SET, "--deepep-mode low_latency and auto: tokens of a rank in one exchange; rules 7 and 8"
@@ -80,7 +80,7 @@ VARIABLES = {
     "ASCEND_MF_TRANSFER_PROTOCOL": Variable(
         READ, "MemFabric: sdma or device_rdma, else the chip's"
     ),
-    "ASCEND_NPU_PHY_ID": Variable(REFUSED, "MemFabric is told the number that CANN counts by"),
+    "ASCEND_NPU_PHY_ID": Variable(REFUSED, "MemFabric gets the number that CANN counts by"),
     "ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE": Variable(
         REFUSED,
         "a transfer engine is named by its flag",
@@ -92,7 +92,7 @@ VARIABLES = {
 def refusals_on_npu(given: Mapping[str, str]) -> tuple[str, ...]:
     """Lines about variables that ask for an absent feature; values are not shown."""
     return tuple(
-        f"{name} is not available in this build on npu: {variable.says} ({variable.use})"
+        f"{name} is not available in this build on npu: {variable.meaning} ({variable.use})"
         for name, variable in VARIABLES.items()
         if variable.outcome == REFUSED and given.get(name, "").strip().lower() not in _OFF
     )
@@ -101,7 +101,7 @@ def refusals_on_npu(given: Mapping[str, str]) -> tuple[str, ...]:
 def notes_on_npu(given: Mapping[str, str]) -> tuple[str, ...]:
     """Of those that say what is so already."""
     return tuple(
-        f"{name} is set to the behaviour that applies anyway: {variable.says}"
+        f"{name} is set to the behaviour that applies anyway: {variable.meaning}"
         for name, variable in VARIABLES.items()
         if variable.outcome == SO and given.get(name, "").strip().lower() not in _OFF
     )
@@ -112,4 +112,4 @@ def table() -> Iterator[str]:
     yield "| variable | outcome on npu | |"
     yield "|---|---|---|"
     for name, variable in VARIABLES.items():
-        yield f"| `{name}` | {variable.outcome} | {variable.says} |"
+        yield f"| `{name}` | {variable.outcome} | {variable.meaning} |"

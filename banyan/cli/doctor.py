@@ -8,11 +8,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
-from banyan.ascend.launch.health import npu_doctor
-from banyan.ascend.launch.machine import device_numbers
+from banyan.ascend.launch.machine import device_numbers, npu_doctor
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.os import unsupported_reason
-from banyan.cli.own_flags import take
+from banyan.cli.check import take
 from banyan.config.env import Environment
 from banyan.config.schema import LoadConfig
 from banyan.hub.sources import fetch

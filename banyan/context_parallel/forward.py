@@ -15,11 +15,11 @@ from banyan.dp_attention.batch import ContextParallelBatch
 from banyan.layers.step_inputs import AttentionSpec, IndexerOutput, LatentSpec, StepAttention
 from banyan.ops.api import OpTime
 from banyan.parallel.groups import Group
-from banyan.runner.attention.base import AttentionBackend, StepGeometry
+from banyan.runner.attention import AttentionBackend, StepGeometry
 from banyan.runner.batch import Batch
 from banyan.runner.forward import Forward
 from banyan.runner.multi_step import MultiStepRunner
-from banyan.runner.sampling.sampler import Sampled
+from banyan.runner.sampler import Sampled
 
 
 class GatheredAttention:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from banyan.base.ids import NO_STEP
-from banyan.kv_cache.groups import STATE, WINDOW, CacheGroup
 from banyan.kv_cache.loads import PrefixLoad, PrefixLoads
 from banyan.kv_cache.page_pool import EpochTracker
 from banyan.kv_cache.radix_tree import Node
+from banyan.kv_cache.sizing import STATE, WINDOW, CacheGroup
 from banyan.messages.plan import PageCopy, device_page, peer_page
 
 _COARSEST_TOKENS = 512

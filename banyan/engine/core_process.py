@@ -21,18 +21,17 @@ from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.memory import let_go
+from banyan.base.os import WakeEvent
 from banyan.base.trace import Marks
-from banyan.base.wake import WakeEvent
 from banyan.config.defaults import with_settings
-from banyan.config.kv_events import KVEvents, kv_events
+from banyan.config.observability import KVEvents, kv_events
 from banyan.config.schema import Config, ParallelConfig
 from banyan.dp_attention.network_clock import open_network_clock
 from banyan.dp_attention.step_clock import StepClock, open_step_clock
 from banyan.engine.core import EngineCore
 from banyan.engine.core_spec import core_spec
 from banyan.engine.flight_recorder import Recorders
-from banyan.engine.grammar_queue import GrammarQueue
-from banyan.engine.grammar_setup import open_grammars
+from banyan.engine.grammar_queue import GrammarQueue, open_grammars
 from banyan.engine.kv_events import KVEventPublisher
 from banyan.engine.kv_transfer_setup import arrange, mover_of, served_replica, store_preparers
 from banyan.engine.launcher import Fanout, Launcher, Threaded
@@ -69,22 +68,20 @@ from banyan.messages.control_ops import (
     TakeWeights,
 )
 from banyan.messages.events import Ready
+from banyan.messages.frames import plan_codec
 from banyan.messages.plan import StepPlan
-from banyan.messages.wire import plan_codec
 from banyan.model_config.model_config import ModelConfig
 from banyan.moe.balancer import ExpertMover, balance_between_steps, open_balancer
 from banyan.moe.routing_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.ops.api import Peaks
 from banyan.ops.bind import PROBES
 from banyan.parallel.collectives import Rendezvous
-from banyan.parallel.gloo import own_address
-from banyan.parallel.process_group import open_store
+from banyan.parallel.process_group import open_store, own_address
 from banyan.pipeline.launcher import PipelineLauncher
 from banyan.pipeline.runner_stage import PipelineStage, serve_stage
 from banyan.runner.control_ops import ControlOpExecutor, PrepareOp, serve_rank
 from banyan.runner.kvstore import KVStore
-from banyan.runner.op_timer import OpTimer
-from banyan.runner.profiler import Profiler
+from banyan.runner.profiler import OpTimer, Profiler
 from banyan.runner.rank_page_access import (
     LocalRankAccess,
     RankAccess,

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 import msgspec
 
 from banyan.base.errors import CapacityError
-from banyan.config.hicache import can_have_store, store_wishes
+from banyan.config.rules.cache import can_have_store, store_wishes
 from banyan.config.schema import CacheConfig, Config, LoraConfig
 from banyan.dp_attention.step_clock import StepAgreement
 from banyan.engine.core import CoreRecorder, EngineCore
 from banyan.grammar.base import GrammarFactory
 from banyan.kv_cache.cache import KVCache
 from banyan.kv_cache.eviction import eviction_key
-from banyan.kv_cache.groups import CacheGroup
 from banyan.kv_cache.hierarchical_cache import StoreRules
-from banyan.kv_cache.sizing import MIB, MemoryPlan
+from banyan.kv_cache.sizing import MIB, CacheGroup, MemoryPlan
 from banyan.lora.adapter_files import named_adapters
 from banyan.lora.scheduling import AdapterRules, Adapters, FirstAdapter
 from banyan.model_config.model_config import ModelConfig

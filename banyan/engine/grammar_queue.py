@@ -1,4 +1,5 @@
 """GrammarQueue: holds requests until their grammar is compiled, before the core receives them.
+`open_grammars` opens the compiler of one model: its vocabulary and a backend.
 
 Other requests pass. The scheduler and the journal see a request only after the wait.
 """
@@ -8,10 +9,38 @@ from collections.abc import Callable
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
+from banyan.config.schema import Config
+from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler, bare_of
+from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
+from banyan.grammar.worker_pool import GrammarLimits
 from banyan.kv_cache.cache import TOKEN_BYTES
 from banyan.messages.events import Event, Failed, Finished
 from banyan.messages.requests import Abort, Control, Generate, Message
+from banyan.model_config.model_config import ModelConfig
+
+
+def open_grammars(
+    config: Config, model_config: ModelConfig, wake: Callable[[], None] = lambda: None
+) -> GrammarCompiler | None:
+    """Open the compiler; None if grammars are off. The first grammar loads the tokenizer."""
+    grammar = config.grammar
+    if grammar.backend in ("", "none"):
+        return None
+
+    def read() -> tuple[Vocabulary, Encode]:
+        from banyan.tokenizer.load import load_tokenizer  # imports tokenizers
+
+        tokenizer = load_tokenizer(config.model.tokenizer_path)
+        pieces, ends, special = tokenizer.pieces, tokenizer.eos_ids, tokenizer.special_ids
+        vocabulary = vocabulary_of(
+            pieces.__getitem__, tokenizer.vocab_size, model_config.vocab_size, ends, special
+        )
+        return vocabulary, lambda text: tokenizer.encode(text, False)
+
+    limits = GrammarLimits(time_s=grammar.timeout_s)
+    backends = stand_ins(grammar.backend)
+    return GrammarCompiler(backends, read, grammar.between_tokens, limits, wake)
 
 
 class GrammarQueue:

@@ -17,7 +17,7 @@ import zmq
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.kv_events import KVEvents
+from banyan.config.observability import KVEvents
 from banyan.kv_cache.cache_events import Removed, Stored
 from banyan.lora.scheduling import id_of
 

@@ -15,17 +15,23 @@ import torch
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.hicache import BY_NAME, COPIED_APART, HOST, can_have_store, store_wishes
+from banyan.config.rules.cache import BY_NAME, COPIED_APART, HOST, can_have_store, store_wishes
 from banyan.config.schema import CacheConfig, Config
 from banyan.disaggregation.page_cutting import PageForm
 from banyan.engine.model_loader import OpenModel, groups_of
 from banyan.formats.shards import files_of_weights
-from banyan.kv_cache.groups import CacheGroup
 from banyan.kv_cache.hierarchical_cache import can_be_stored
+from banyan.kv_cache.sizing import CacheGroup
 from banyan.kv_transfer.host_tier import HostTier
-from banyan.kv_transfer.identity import digest_of_code, digest_of_files, identity
 from banyan.kv_transfer.page_mover import Mover, PageMover
-from banyan.kv_transfer.store import STORES, Store, StoreOptions
+from banyan.kv_transfer.store import (
+    STORES,
+    Store,
+    StoreOptions,
+    digest_of_code,
+    digest_of_files,
+    identity,
+)
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import PageGroup
 from banyan.messages.control_ops import AttachStore, ControlOp, DetachStore
@@ -35,18 +41,18 @@ from banyan.model_config.model_config import STATE, ModelConfig
 from banyan.ops.bind import ON_LATENTS, ON_PAGES, PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
 from banyan.ops.cpu.paged_attention import parts_of_head
-from banyan.parallel.gloo import own_address
+from banyan.parallel.process_group import own_address
 from banyan.platform.base import Platform, Traits
 from banyan.runner.control_ops import PrepareOp
 from banyan.runner.kvstore import DeviceMemory, GroupLayout, KVStore
-from banyan.runner.page_layout import (
+from banyan.runner.rank_page_access import (
     PageLayout,
     PartsOfHead,
+    RankAccess,
     forms_of,
     layout_facts,
     page_layouts_of,
 )
-from banyan.runner.rank_page_access import RankAccess
 from banyan.runner.rank_pages import EarlyMover, RankPages
 from banyan.runner.speculative.draft_runner import DraftModel
 

@@ -24,14 +24,12 @@ import zmq
 import zmq.utils.z85
 
 from banyan.base.errors import ConfigError, DeviceError
-from banyan.base.hosts import is_loopback
 from banyan.base.log import logger, printable
-from banyan.base.version import own_version
+from banyan.base.os import is_loopback, own_version
 from banyan.config.schema import ParallelConfig
 from banyan.engine.local_processes import LocalEngines, LocalProcesses, LocalRanks
 from banyan.engine.process_spec import ENGINE, ProcessSpec
-from banyan.messages.frames import FrameSocket
-from banyan.messages.wire import MAX_FRAME_BYTES
+from banyan.messages.frames import MAX_FRAME_BYTES, FrameSocket
 from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)

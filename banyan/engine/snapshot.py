@@ -32,14 +32,13 @@ from banyan.grammar.base import Grammar, GrammarFactory
 from banyan.kv_cache import (
     cache,
     cache_events,
-    groups,
     hierarchical_cache,
-    lease,
     loads,
     page_pool,
     partial_blocks,
     pins,
     radix_tree,
+    sizing,
     state_checkpoints,
 )
 from banyan.kv_cache.cache import TOKEN_BYTES
@@ -66,14 +65,13 @@ _MODULES: tuple[ModuleType, ...] = (
     # kv_cache
     cache,
     cache_events,
-    groups,
     hierarchical_cache,
-    lease,
     loads,
     page_pool,
     partial_blocks,
     pins,
     radix_tree,
+    sizing,
     state_checkpoints,
     # messages
     control_ops,

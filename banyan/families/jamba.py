@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, kinds_by_heads
 from banyan.families.experts import MAX_EXPERTS, gguf_experts
-from banyan.families.lfm import MAX_TAPS
+from banyan.families.lfm import MAX_CONV_KERNEL
 from banyan.families.mamba import FEED_FORWARD, biases_of_tensors
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
 from banyan.model_config.checkpoint_fields import CheckpointFields
@@ -60,7 +60,7 @@ def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
 def _jamba(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     state = StateFacts(
         mixer="selective",
-        taps=fields.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        conv_kernel=fields.integer("mamba_d_conv", 2, MAX_CONV_KERNEL, default=4),
         has_conv_bias=fields.flag("mamba_conv_bias", default=True),
         has_bias=fields.flag("mamba_proj_bias", default=False),
         heads=fields.integer("mamba_expand", 1, 64, default=2) * model_config.hidden_size,
@@ -89,7 +89,7 @@ def _mamba(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     inner = fields.integer("expand", 1, 64, default=2) * model_config.hidden_size
     state = StateFacts(
         mixer="selective",
-        taps=fields.integer("conv_kernel", 2, MAX_TAPS, default=4),
+        conv_kernel=fields.integer("conv_kernel", 2, MAX_CONV_KERNEL, default=4),
         has_conv_bias=fields.flag("use_conv_bias", default=True),
         has_bias=fields.flag("use_bias", default=False),
         heads=fields.integer("intermediate_size", 1, MAX_WIDTH, default=inner),
@@ -104,7 +104,7 @@ def _mamba(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
 def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     state = StateFacts(
         mixer="selective",
-        taps=fields.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        conv_kernel=fields.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL),
         heads=fields.integer("ssm.inner_size", 1, MAX_WIDTH),
         key_heads=1,
         key_dim=fields.integer("ssm.state_size", 1, MAX_WIDTH),

@@ -17,7 +17,7 @@ from banyan.families.base import (
     state_where,
 )
 from banyan.families.experts import MAX_EXPERTS, gguf_corrected, gguf_latent_of, latent_of
-from banyan.families.lfm import MAX_TAPS
+from banyan.families.lfm import MAX_CONV_KERNEL
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
 from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import (
@@ -59,7 +59,7 @@ def _state(fields: CheckpointFields) -> StateFacts:
     head_dim = size("head_dim", "linear_head_dim", 1, MAX_WIDTH, 128)
     return StateFacts(
         mixer="delta by key",
-        taps=size("short_conv_kernel_size", "linear_conv_kernel_dim", 2, MAX_TAPS, 4),
+        conv_kernel=size("short_conv_kernel_size", "linear_conv_kernel_dim", 2, MAX_CONV_KERNEL, 4),
         heads=heads,
         key_heads=heads,
         key_dim=head_dim,
@@ -124,7 +124,7 @@ def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig
     head_dim = fields.integer("kda.head_dim", 1, MAX_WIDTH)
     state = StateFacts(
         mixer="delta by key",
-        taps=fields.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        conv_kernel=fields.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL),
         heads=model_config.num_heads,
         key_heads=model_config.num_heads,
         key_dim=head_dim,

@@ -18,7 +18,7 @@ from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, GGUF_QK_NORM, HUB_NA
 from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import FULL, STATE, ExpertFacts, ModelConfig, StateFacts
 
-MAX_TAPS = 16
+MAX_CONV_KERNEL = 16
 
 
 def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
@@ -32,7 +32,7 @@ def _state_of(fields: CheckpointFields) -> StateFacts:
     has_bias = fields.flag("conv_bias", default=False)
     return StateFacts(
         mixer="conv",
-        taps=fields.integer("conv_L_cache", 2, MAX_TAPS, default=3),
+        conv_kernel=fields.integer("conv_L_cache", 2, MAX_CONV_KERNEL, default=3),
         has_conv_bias=has_bias,
         has_bias=has_bias,
     )
@@ -89,7 +89,9 @@ _LFM = _NAMES | {
 
 
 def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
-    state = StateFacts(mixer="conv", taps=fields.integer("shortconv.l_cache", 2, MAX_TAPS))
+    state = StateFacts(
+        mixer="conv", conv_kernel=fields.integer("shortconv.l_cache", 2, MAX_CONV_KERNEL)
+    )
     return replace(model_config, state=state)
 
 

@@ -21,7 +21,7 @@ from banyan.families.base import (
 from banyan.families.experts import gguf_softmax, mixtral_experts
 from banyan.families.granite import of_gguf as granite_gguf
 from banyan.families.granite import of_hub as granite
-from banyan.families.lfm import MAX_TAPS
+from banyan.families.lfm import MAX_CONV_KERNEL
 from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_NAMES,
@@ -76,7 +76,7 @@ def state_of(fields: CheckpointFields, model_config: ModelConfig) -> StateFacts:
     least, most = limits_of(fields)
     return StateFacts(
         mixer="scan",
-        taps=fields.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        conv_kernel=fields.integer("mamba_d_conv", 2, MAX_CONV_KERNEL, default=4),
         has_conv_bias=fields.flag("mamba_conv_bias", default=True),
         has_bias=fields.flag("mamba_proj_bias", default=False),
         heads=heads,
@@ -113,7 +113,7 @@ def scan_of(
     least, most = limits_of(fields)
     return StateFacts(
         mixer="scan",
-        taps=fields.integer("conv_kernel", 2, MAX_TAPS, default=4),
+        conv_kernel=fields.integer("conv_kernel", 2, MAX_CONV_KERNEL, default=4),
         has_conv_bias=fields.flag("use_conv_bias", default=True),
         has_bias=fields.flag("use_bias", default=False),
         heads=heads[0],
@@ -230,7 +230,7 @@ def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig
         raise fields.error("ssm.time_step_rank", heads, f"a divisor of {inner}, of {groups} groups")
     state = StateFacts(
         mixer="scan",
-        taps=fields.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        conv_kernel=fields.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL),
         heads=heads,
         key_heads=groups,
         key_dim=fields.integer("ssm.state_size", 1, MAX_WIDTH),

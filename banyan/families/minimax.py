@@ -76,7 +76,7 @@ def _text(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     stream = NormedStream(*(_factor(fields, kind, "alpha") for kind in ("full", "state", "mlp")))
     state = StateFacts(
         mixer="lightning",
-        taps=0,
+        conv_kernel=0,
         heads=model_config.num_heads,
         key_heads=model_config.num_heads,
         key_dim=model_config.head_dim,

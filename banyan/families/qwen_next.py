@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, MTPForm, state_where
 from banyan.families.experts import gguf_qwen2_moe, qwen_moe, without_mtp_layers
-from banyan.families.lfm import MAX_TAPS
+from banyan.families.lfm import MAX_CONV_KERNEL
 from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_NAMES,
@@ -43,7 +43,7 @@ def _of_hub(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
         raise fields.error("linear_num_value_heads", heads, f"a multiple of {key_heads} key heads")
     state = StateFacts(
         mixer="delta",
-        taps=fields.integer("linear_conv_kernel_dim", 2, MAX_TAPS, default=4),
+        conv_kernel=fields.integer("linear_conv_kernel_dim", 2, MAX_CONV_KERNEL, default=4),
         heads=heads,
         key_heads=key_heads,
         key_dim=fields.integer("linear_key_head_dim", 1, MAX_WIDTH, default=128),
@@ -85,7 +85,7 @@ def _of_gguf(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig
         raise fields.error("ssm.time_step_rank", heads, rule)
     state = StateFacts(
         mixer="delta",
-        taps=fields.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        conv_kernel=fields.integer("ssm.conv_kernel", 2, MAX_CONV_KERNEL),
         heads=heads,
         key_heads=key_heads,
         key_dim=fields.integer("ssm.state_size", 1, MAX_WIDTH),

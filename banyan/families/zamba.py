@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm, Kinds, state_where
-from banyan.families.lfm import MAX_TAPS
+from banyan.families.lfm import MAX_CONV_KERNEL
 from banyan.families.mamba import MAX_HEADS, MIXER_PARTS
 from banyan.families.names import NameMap
 from banyan.model_config.checkpoint_fields import CheckpointFields
@@ -48,7 +48,7 @@ def _state(fields: CheckpointFields, model_config: ModelConfig) -> StateFacts:
         raise fields.error("use_conv_bias", False, "true")
     return StateFacts(
         mixer="scan",
-        taps=fields.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        conv_kernel=fields.integer("mamba_d_conv", 2, MAX_CONV_KERNEL, default=4),
         has_conv_bias=True,
         has_bias=fields.flag("add_bias_linear", default=False),
         heads=heads,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from banyan.base.table import Table
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 
 if TYPE_CHECKING:  # numpy: the server's process reads names of backends here, and has none
     import numpy as np

@@ -9,7 +9,7 @@ import numpy as np
 
 from banyan.grammar.base import Matcher
 from banyan.grammar.vocabulary import Vocabulary
-from banyan.messages.constraint import JSON_SCHEMA, Constraint
+from banyan.messages.requests import JSON_SCHEMA, Constraint
 
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 

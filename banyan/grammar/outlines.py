@@ -20,7 +20,7 @@ from banyan.grammar.json_schema import (
     without_type,
 )
 from banyan.grammar.vocabulary import Encode, Vocabulary
-from banyan.messages.constraint import JSON_SCHEMA, REGEX, Constraint
+from banyan.messages.requests import JSON_SCHEMA, REGEX, Constraint
 
 MAX_ROLLBACK = 256
 """Tokens that can be taken back; drafts are far fewer."""

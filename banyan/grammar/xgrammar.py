@@ -17,7 +17,7 @@ from banyan.grammar.json_schema import (
     without_type,
 )
 from banyan.grammar.vocabulary import Encode, Vocabulary
-from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, Constraint
+from banyan.messages.requests import EBNF, JSON_SCHEMA, REGEX, Constraint
 
 _QUOTED = re.compile(r'"|\\\\|\\[xu]')
 _SKIPPED_LOOP = re.compile(r"[+*].*\)\?", re.DOTALL)

@@ -1,8 +1,8 @@
 """KVCache: the pages of one replica. One radix tree, one page pool per cache group.
 
-A running request holds a Lease (kv_cache/lease.py). Its private pages move to the tree when they
-are full (`publish`). If the tree already holds the same block from another writer, the lease locks
-that node too and keeps its own pages private.
+A running request holds a Lease. Its private pages move to the tree when they are full (`publish`).
+If the tree already holds the same block from another writer, the lease locks that node too and
+keeps its own pages private.
 
 The cache works on page ids and counts. `runner/kvstore.py` holds the tensors.
 """
@@ -16,15 +16,14 @@ from banyan.base.ids import NO_STEP, PADDING_PAGE, SlotId, StepId
 from banyan.disaggregation.peer_pages import PeerTier
 from banyan.kv_cache.cache_events import CacheEvents
 from banyan.kv_cache.eviction import EvictionKey
-from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup, common_block_size
 from banyan.kv_cache.hierarchical_cache import StoreRules, StoreTier
-from banyan.kv_cache.lease import Lease, Match
 from banyan.kv_cache.loads import PrefixLoads
 from banyan.kv_cache.misses import Misses
 from banyan.kv_cache.page_pool import EpochTracker, PagePool
 from banyan.kv_cache.partial_blocks import PartialBlocks
 from banyan.kv_cache.pins import Pins
-from banyan.kv_cache.radix_tree import Node, RadixTree
+from banyan.kv_cache.radix_tree import Lease, Match, Node, RadixTree
+from banyan.kv_cache.sizing import FULL, STATE, WINDOW, CacheGroup, common_block_size
 from banyan.kv_cache.state_checkpoints import StateCheckpoints
 from banyan.messages.plan import PageCopy, PageGrant
 

@@ -3,7 +3,7 @@ loaded from it.
 
 Every block of a prefix has a key: a hash of the previous key and the block's tokens. The first
 previous key is a hash of the namespace, so equal keys mean equal sequences of one tenant. The store
-adds the identity of the weights (kv_transfer/identity.py).
+adds the identity of the weights (kv_transfer/store.py).
 
 A node is written after the step that computed it is complete, because a promised page may prove
 wrong. The bytes are read in plan order, so nothing needs a lock meanwhile. For loads see
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from banyan.base.ids import NO_STEP
-from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.kv_cache.loads import PrefixLoad, PrefixLoads
 from banyan.kv_cache.page_pool import EpochTracker, PagePool
 from banyan.kv_cache.radix_tree import Node
+from banyan.kv_cache.sizing import FULL, CacheGroup
 from banyan.messages.plan import PageCopy, device_page, stored_page
 
 WRITE_THROUGH = "write_through"

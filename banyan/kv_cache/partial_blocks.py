@@ -12,10 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from banyan.base.ids import NO_STEP
-from banyan.kv_cache.groups import STATE, CacheGroup
-from banyan.kv_cache.lease import Lease, PartialMatch
 from banyan.kv_cache.page_pool import EpochTracker
-from banyan.kv_cache.radix_tree import Node, RadixTree
+from banyan.kv_cache.radix_tree import Lease, Node, PartialMatch, RadixTree
+from banyan.kv_cache.sizing import STATE, CacheGroup
 from banyan.messages.plan import PageCopy, device_page
 
 _TOKEN_BYTES = 4

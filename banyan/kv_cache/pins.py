@@ -7,9 +7,9 @@ use a bounded share of each pool. They are dropped when a request could not run 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from banyan.kv_cache.groups import STATE, WINDOW, CacheGroup
 from banyan.kv_cache.page_pool import EpochTracker, PagePool
 from banyan.kv_cache.radix_tree import Node, RadixTree
+from banyan.kv_cache.sizing import STATE, WINDOW, CacheGroup
 
 _SHARE = 4
 """At most 1 / this of a pool is pinned."""

@@ -8,10 +8,9 @@ first row of a request with that prefix. The runner reports the end of both, per
 from dataclasses import dataclass, replace
 
 from banyan.base.ids import PageId, StepId
-from banyan.kv_cache.groups import STATE, CacheGroup
-from banyan.kv_cache.lease import Lease
 from banyan.kv_cache.page_pool import EpochTracker, PagePool
-from banyan.kv_cache.radix_tree import Node, RadixTree
+from banyan.kv_cache.radix_tree import Lease, Node, RadixTree
+from banyan.kv_cache.sizing import STATE, CacheGroup
 from banyan.messages.plan import PageCopy, device_page
 
 _VOID = "\0void"

@@ -1,10 +1,34 @@
-"""Store: KV pages outside the process that computed them, by name. One protocol, one table."""
+"""Store: KV pages outside the process that computed them, by name. One protocol, one table; the
+checksum that stores keep with each page, and the identity that pages of one model share.
 
-from collections.abc import Callable, Sequence
+`identity` hashes everything except the tokens that determines a page's bytes. Weights are hashed
+completely, because two files of the same size may differ in one row. That takes about one second
+per GiB and core. The result is cached under the files' size, inode and times, which change with
+every write.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b, shake_128
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from banyan.base.errors import ModelError
 from banyan.base.table import Table
+
+_PIECE_BYTES = 32 << 20
+_DIGEST_BYTES = 32
+_MOST_THREADS = 8
+_CODE = (".py", ".cpp", ".h", ".inl")
+SUM_BYTES = 16
+_WORD = 4
+_MASK = (1 << 64) - 1
 
 
 class Missing(Exception):
@@ -75,3 +99,102 @@ STORES: Table[OpenStore] = Table(
     },
     plugins="banyan.stores",
 )
+
+
+def checksum(head: bytes, payload: bytes | memoryview | np.ndarray) -> bytes:
+    """Checksum of a page under its name, SUM_BYTES long.
+
+    It detects errors of memory, disks and networks. A cryptographic hash of a page would cost as
+    much as copying it five times. This is a multilinear hash (Lemire and Kaser, "Strongly
+    universal string hashing is fast", 2014): the sum of all 32-bit words, each times a random odd
+    64-bit number, modulo 2^64. A change in one word is always detected; any other change is missed
+    with probability 2^-32.
+
+    Args:
+        head: name of the page; all of it is hashed.
+    """
+    content = np.frombuffer(payload, np.uint8)
+    whole = len(content) // _WORD * _WORD
+    words = content[:whole].view(np.uint32)
+    total = int(np.einsum("i,i->", words, _factors(len(words)))) if len(words) else 0
+    made = blake2b(head, digest_size=SUM_BYTES)
+    made.update(len(content).to_bytes(8, "little") + (total & _MASK).to_bytes(8, "little"))
+    made.update(content[whole:].tobytes())
+    return made.digest()
+
+
+@lru_cache(maxsize=8)  # one size of page for each cache group
+def _factors(count: int) -> np.ndarray:
+    """[count] odd uint64; the same in every process."""
+    drawn = np.frombuffer(shake_128(b"banyan page checksum").digest(8 * count), "<u8")
+    return drawn | np.uint64(1)
+
+
+def identity(facts: Iterable[object]) -> bytes:
+    """32-byte hash of `facts`; the `repr` of each must be the same in every process."""
+    made = blake2b(digest_size=_DIGEST_BYTES, person=b"banyan identity")
+    for fact in facts:
+        text = repr(fact).encode()
+        made.update(len(text).to_bytes(8, "little") + text)
+    return made.digest()
+
+
+def digest_of_files(files: Sequence[Path], notes: Path | None = None) -> bytes:
+    """Hash of the content of files, in their order.
+
+    Args:
+        notes: folder of cached results; default: ~/.cache/banyan/weights.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    notes = notes or Path.home() / ".cache" / "banyan" / "weights"
+    try:
+        known = notes / identity(map(_signature, files)).hex()
+        with suppress(OSError, ValueError):
+            found = bytes.fromhex(known.read_text())
+            if len(found) == _DIGEST_BYTES:
+                return found
+        digest = identity(_hash(file) for file in files)
+    except OSError as error:
+        raise ModelError(
+            f"weights cannot be read for the cache store: {error.strerror}: {error.filename}"
+        ) from None
+    with suppress(OSError):  # without the cache they are read again at the next start
+        notes.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft = known.with_suffix(f".{os.getpid()}")
+        draft.write_text(digest.hex())
+        draft.rename(known)
+    return digest
+
+
+def digest_of_code(folders: Iterable[str]) -> bytes:
+    """Hash of the code in these folders of the package: other code may compute other bytes."""
+    root = Path(__file__).parent.parent
+    found = (
+        file for folder in folders for file in (root / folder).rglob("*") if file.suffix in _CODE
+    )
+    return digest_of_files(sorted(found))
+
+
+def _signature(file: Path) -> tuple[int, ...]:
+    found = file.stat()
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return (found.st_dev, found.st_ino, found.st_size, *times)
+
+
+def _hash(file: Path) -> tuple[int, tuple[bytes, ...]]:
+    """Length and the hash of each piece, computed by several threads."""
+    with open(file, "rb") as opened:
+        descriptor = opened.fileno()
+        size = os.fstat(descriptor).st_size
+
+        def piece(start: int) -> bytes:
+            content = os.pread(descriptor, _PIECE_BYTES, start)
+            if len(content) != min(_PIECE_BYTES, size - start):
+                raise OSError(0, "the file changes while it is read", str(file))
+            return blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+        threads = min(_MOST_THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, "weights-digest") as pool:
+            return size, tuple(pool.map(piece, range(0, size, _PIECE_BYTES)))

@@ -57,7 +57,7 @@ class GatedDeltaNet(Caching):
         self.conv = ShortConv(
             {part: facts.key_heads * width for part, width in widths.items()},
             {part: ShardRule(0, width) for part, width in widths.items()},
-            facts.taps,
+            facts.conv_kernel,
             facts.has_conv_bias,
             True,
             group,
@@ -175,7 +175,7 @@ class KimiDeltaAttention(Caching):
         self.conv = ShortConv(
             {"q": width, "k": width, "v": width},
             {"q": rule, "k": rule, "v": rule},
-            facts.taps,
+            facts.conv_kernel,
             facts.has_conv_bias,
             True,
             group,

@@ -64,7 +64,7 @@ class Mamba(Caching):
         outputs, rules = {"x": inner, "z": inner}, {"x": _RULE, "z": _RULE}
         self.mix = ColumnLinear(dim, outputs, rules, bias, group, build)
         self.conv = ShortConv(
-            {"": inner}, {"": _RULE}, facts.taps, facts.has_conv_bias, True, group, build
+            {"": inner}, {"": _RULE}, facts.conv_kernel, facts.has_conv_bias, True, group, build
         )
         self.sizes = (facts.step_rank, facts.key_dim, facts.key_dim)
         self.made = RowLinear(inner, sum(self.sizes), ShardRule(1), False, group, build)
@@ -150,7 +150,7 @@ class Mamba2(Caching):
         self.conv = ShortConv(
             {part: outputs[part] for part in mixed},
             {part: rules[part] for part in mixed},
-            facts.taps,
+            facts.conv_kernel,
             facts.has_conv_bias,
             True,
             group,

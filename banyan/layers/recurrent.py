@@ -20,7 +20,8 @@ from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 
 INPUTS = "inputs"
-"""Name of a convolution's state: its last taps − 1 inputs, [taps − 1, channels] fp32."""
+"""Name of a convolution's state: its last conv_kernel − 1 inputs, [conv_kernel − 1, channels]
+fp32."""
 
 
 class ShortConv(Layer):
@@ -34,26 +35,26 @@ class ShortConv(Layer):
         self,
         channels: Mapping[str, int],
         rules: Mapping[str, ShardRule],
-        taps: int,
+        conv_kernel: int,
         has_bias: bool,
         has_silu: bool,
         group: Group,
         build: Build,
     ) -> None:
         super().__init__()
-        self.channels, self.rules, self.taps = channels, rules, taps
+        self.channels, self.rules, self.conv_kernel = channels, rules, conv_kernel
         self.has_bias, self.has_silu = has_bias, has_silu
         self.group, self.ops = group, build.ops
         shared = [
             ShardedAxis(size, *rules[part].span(size, group)) for part, size in channels.items()
         ]
-        kept = (taps - 1, sum(part.last - part.first for part in shared))
+        kept = (conv_kernel - 1, sum(part.last - part.first for part in shared))
         self.kept = CacheTensor(kept, torch.float32, tuple(shared), axis=1)
-        self.weight = torch.empty(0, device=build.device)  # [taps, channels] once filled
+        self.weight = torch.empty(0, device=build.device)  # [conv_kernel, channels] once filled
         self.bias: Tensor | None = None
 
     def slots(self) -> dict[str, WeightSlot]:
-        shapes = {part: (size, 1, self.taps) for part, size in self.channels.items()}
+        shapes = {part: (size, 1, self.conv_kernel) for part, size in self.channels.items()}
         slots = {"weight": WeightSlot(shapes, self.rules, self.group)}
         if self.has_bias:
             flat = {part: (size,) for part, size in self.channels.items()}
@@ -93,7 +94,7 @@ class GatedConv(Caching):
             build,
         )
         self.conv = ShortConv(
-            {"": dim}, {"": rule}, facts.taps, facts.has_conv_bias, False, group, build
+            {"": dim}, {"": rule}, facts.conv_kernel, facts.has_conv_bias, False, group, build
         )
         self.out = RowLinear(dim, dim, ShardRule(1), facts.has_bias, group, build)
         self.cache = LayerCache(layer, {INPUTS: self.conv.kept}, STATE)

@@ -8,7 +8,7 @@ lookups of a store. Pages travel as copies of plans, to and from the tier PEER.
     decode side:  FindTransfer ⇢ TransferFound → ReceiveTransfer, copies ⇢ PrefillResult,
                   or TransferFailed at any time
 
-The encoded names of fields and the tags are those of older journals.
+The encoded names of fields and the tags are kept from older journals.
 """
 
 import msgspec

@@ -1,4 +1,11 @@
-"""Messages from the API process to an engine."""
+"""Messages from the API process to an engine. Constraint: the required form of an output, encoded
+as one string (`Generate.grammar`):
+
+    kind:text             kind@id,id,…:text
+
+With ids the constraint begins after that sequence of tokens (the end of the thinking); what comes
+before is free. Equal constraints are equal strings, so they share one compilation.
+"""
 
 import msgspec
 
@@ -8,12 +15,46 @@ from banyan.messages.sampling_params import SamplingParams
 
 NO_SCORES = -1
 """`score_from` of a request that wants no log-probabilities."""
+ANY_REPLICA = -1
+"""`replica` and `prefill_replica` of a request that names none."""
+NO_CALL = 0
+"""`RunControlOps.call` of operations that need no reply. Calls are counted from 1."""
 NO_HIDDEN = -1
 """`hidden_from` of a request that wants no hidden states."""
 
 
-NO_CALL = 0
-"""`RunControlOps.call` of operations that need no reply. Calls are counted from 1."""
+JSON_SCHEMA = "json_schema"
+"""A JSON Schema, as JSON."""
+REGEX = "regex"
+"""The whole output matches."""
+EBNF = "ebnf"
+"""A grammar in GBNF notation; its start is the rule "root"."""
+STRUCTURAL_TAG = "structural_tag"
+"""{"type": "structural_tag", "format": …}: free text with constrained tagged parts."""
+
+KINDS = (JSON_SCHEMA, REGEX, EBNF, STRUCTURAL_TAG)
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """One constraint; `text` is in the notation of its kind."""
+
+    kind: str
+    text: str
+    after: tuple[int, ...] = ()
+    """Token ids that end the unconstrained beginning; () = constrained from the start."""
+
+    def encode(self) -> str:
+        ids = "@" + ",".join(map(str, self.after)) if self.after else ""
+        return f"{self.kind}{ids}:{self.text}"
+
+    @classmethod
+    def decode(cls, encoded: str) -> "Constraint":
+        """The inverse of `encode`; ValueError when `encoded` is not of that form."""
+        head, colon, text = encoded.partition(":")
+        kind, _, ids = head.partition("@")
+        if not colon or kind not in KINDS:
+            raise ValueError(f"no constraint begins with {head[:40]!r}; known: {', '.join(KINDS)}")
+        return cls(kind, text, tuple(map(int, ids.split(","))) if ids else ())
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
@@ -37,7 +78,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     score_ids: tuple[int, ...] = ()
     """Token ids whose log-probability is reported at each scored position."""
     grammar: str = ""
-    """Encoded constraint on the output (messages/constraint.py); "" = unconstrained."""
+    """Encoded `Constraint` on the output; "" = unconstrained."""
     pool: bool = False
     """Return the pooled vector of the prompt; max_new_tokens is then 0."""
     hidden_from: int = NO_HIDDEN
@@ -55,9 +96,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     b"" = no disaggregation."""
     prefill_address: str = msgspec.field(name="peer", default="")
     """host:port of the prefill server."""
-    replica: int = -1
+    replica: int = ANY_REPLICA
     """Index of the replica that runs the request; -1 = load balancing decides."""
-    prefill_replica: int = msgspec.field(name="giver", default=-1)
+    prefill_replica: int = msgspec.field(name="giver", default=ANY_REPLICA)
     """Index of the replica on the prefill server; -1 = the one that `transfer_id` maps to."""
     stream_interval: int = msgspec.field(name="stride", default=0)
     """Report tokens in pieces of at least this many; 0 = only at the end."""

@@ -1,10 +1,12 @@
 """SamplingParams: how tokens of one request are chosen. Validated once, at the door."""
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.base.table import Table
 
 GREEDY_TEMPERATURE = 1e-6
 """Temperatures below this choose the most likely token."""
@@ -12,6 +14,13 @@ GREEDY_TEMPERATURE = 1e-6
 
 LEAST_REPETITION = 1e-6
 """Logits are divided by it, and must stay finite."""
+
+
+LOGIT_PROCESSORS: Table[Callable[..., object]] = Table(
+    "logit processor", {}, plugins="banyan.logit_processors"
+)
+"""Logit processors that installed packages offer, of the type runner.sampler.LogitProcessor.
+Requests name them; code never comes with a request."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -36,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Token ids that end the request: end-of-sequence ids unless ignored, and the caller's own."""
     ignore_eos: bool = False
     processor: str = ""
-    """Name of an installed logit processor (messages/logit_processors.py); "" for none."""
+    """Name of an installed logit processor, in LOGIT_PROCESSORS; "" for none."""
     processor_params: bytes = b""
     """JSON object for the processor."""
 

@@ -1,6 +1,6 @@
 """Links: transport of messages and events between an API process and an engine.
 
-Two kinds with one interface: `socket_pair` between processes (frames of messages/wire.py over a
+Two kinds with one interface: `socket_pair` between processes (frames of messages/frames.py over a
 unix socket in a private folder), `local_pair` between threads of one process (the objects
 themselves). No call waits and no extra thread is needed: the sender wakes the receiver, which
 reads in its wake-up callback. Frames that do not decode are dropped and counted, never raised.
@@ -25,17 +25,17 @@ import msgspec
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.base.wake import WakeEvent
+from banyan.base.os import WakeEvent
 from banyan.messages.events import Event
-from banyan.messages.frames import FrameSocket
-from banyan.messages.requests import Generate, Message
-from banyan.messages.wire import (
+from banyan.messages.frames import (
     MAX_FRAME_BYTES,
     Codec,
+    FrameSocket,
     WireError,
     event_codec,
     message_codec,
 )
+from banyan.messages.requests import Generate, Message
 
 log = logger(__name__)
 
@@ -182,7 +182,7 @@ def local_pair() -> tuple[LocalFrontLink, LocalEngineLink]:
 class PrivateFolder:
     """A folder that only this user may enter (mode 0700), for the sockets of one server.
 
-    It is locked while its process lives. A killed process leaves it behind; `remove_folders_of`
+    It is locked while its process lives. It remains after a killed process; `remove_folders_of`
     removes it, or the next process that makes a folder.
 
     Raises:

@@ -87,7 +87,7 @@ class StateFacts:
             net) | "delta by key" (delta net with a decay per key dimension, Kimi) |
             "selective" (Mamba, whose channels are heads) | "lightning" (linear attention whose
             heads forget at fixed rates, MiniMax).
-        taps: kernel size of the convolution; 0 = no convolution.
+        conv_kernel: size of the convolution kernel; 0 = no convolution.
         has_conv_bias, has_bias: bias of the convolution; of the projections around it.
         heads, key_heads: value heads; key and query heads, shared by groups of value heads.
         key_dim, value_dim: head sizes; a head's state is [key_dim, value_dim].
@@ -106,7 +106,7 @@ class StateFacts:
     """
 
     mixer: str
-    taps: int
+    conv_kernel: int
     has_conv_bias: bool = False
     has_bias: bool = False
     heads: int = 0

@@ -55,7 +55,7 @@ def latent_attention(
     latents, keys = latent_pages.unsqueeze(2), key_pages.unsqueeze(2)  # one head
     for row, tokens, positions, path in walk_rows(row_starts, context_lengths, paths):
         v, k, lowest = gather_row(latents, keys, page_tables[row], positions, -first, path)
-        seen = visible(positions, lowest, k.shape[0], 0)
+        seen = visible(positions.to(q.device), lowest, k.shape[0], 0)
         if chosen is not None:
             seen &= unpack_bits(chosen[tokens])[:, lowest : lowest + k.shape[0]]
         out[tokens] = dense_attention(whole[tokens], torch.cat([v, k], -1), v, seen, scale, 0.0)
@@ -84,7 +84,7 @@ def choose_positions(
         k = torch.cat(parts, dim=-1).squeeze(1).float()  # [length, width of a head]
         each = torch.einsum("thd,ld->thl", whole[tokens], k).relu()
         scores = torch.einsum("thl,th->tl", each, weights[tokens].float())
-        seen = visible(positions, 0, len(k), 0)
+        seen = visible(positions.to(q.device), 0, len(k), 0)
         seen[:, :first] = False
         scores = scores.masked_fill(~seen, float("-inf"))
         best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top]
@@ -143,7 +143,7 @@ def paged_attention(
     out = torch.empty_like(q)
     for row, tokens, positions, path in walk_rows(row_starts, context_lengths, paths):
         k, v, first = gather_row(k_pages, v_pages, page_tables[row], positions, window, path)
-        seen = visible(positions, first, k.shape[0], window)
+        seen = visible(positions.to(q.device), first, k.shape[0], window)
         of_row = dense_attention(q[tokens], k, v, seen, scale * unit, soft_cap, sinks)
         out[tokens] = of_row if unit == 1.0 else of_row * unit
     return out
@@ -159,14 +159,14 @@ def gather_row(
 ) -> tuple[Tensor, Tensor, int]:
     """K and V that a row's positions may see, and the position of the first one.
 
-    page_table: [max_pages] int32; positions: [count], consecutive; path: of the only position.
-    returns: k, v [length, kv_heads, head_dim], first.
+    page_table: [max_pages] int32; positions: [count], consecutive, here or on the host; path: of
+    the only position. returns: k, v [length, kv_heads, head_dim], first.
     """
     page_size = k_pages.shape[1]
     if path is not None:
         last = int(positions[0])  # sync: lengths of host-side slices
         first = max(0, last - window + 1) if window > 0 else -window
-        places = places_on(path, first, last)
+        places = places_on(path, first, last).to(page_table.device)
         where = page_table[places // page_size].long() * page_size + places % page_size
         k, v = (_taken(of.flatten(0, 1), where) for of in (k_pages, v_pages))
         return to_numbers(k), to_numbers(v), first
@@ -237,20 +237,20 @@ def short_conv(
     rows: StateRows,
 ) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    taps = weight.shape[0]
+    conv_kernel = weight.shape[0]
     for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
         before = torch.zeros_like(last_inputs[page]) if is_fresh else last_inputs[page]
-        seen = torch.cat([before, x[tokens].float()])  # [taps − 1 + count, channels]
+        seen = torch.cat([before, x[tokens].float()])  # [conv_kernel − 1 + count, channels]
         count = tokens.stop - tokens.start
         total = torch.zeros(count, x.shape[1], device=x.device)
         if bias is not None:
             total = total + bias
-        for i in range(taps):
+        for i in range(conv_kernel):
             total = total + weight[i] * seen[i : i + count]
         out[tokens] = (functional.silu(total) if has_silu else total).to(x.dtype)
         last_inputs[page] = seen[count:]
         for t, kept in rollback_checkpoint.items():
-            last_inputs[kept] = seen[t + 1 - tokens.start :][: taps - 1]
+            last_inputs[kept] = seen[t + 1 - tokens.start :][: conv_kernel - 1]
     return out
 
 

@@ -53,11 +53,11 @@ class StateOps(Protocol):
         rows: StateRows,
     ) -> Tensor:
         """Each channel's causal convolution along its row: token t of a row gets the sum of
-        weight[i] · x[t − taps + 1 + i], the bias, and silu of that if `has_silu`.
+        weight[i] · x[t − conv_kernel + 1 + i], the bias, and silu of that if `has_silu`.
 
-        x: [tokens, channels] T, tokens may lie apart; weight: [taps, channels] fp32;
-        bias: [channels] fp32 or None; last_inputs: [num_pages, taps − 1, channels] fp32, of each
-        state the inputs before the row; changes in place.
+        x: [tokens, channels] T, tokens may lie apart; weight: [conv_kernel, channels] fp32;
+        bias: [channels] fp32 or None; last_inputs: [num_pages, conv_kernel − 1, channels] fp32, the
+        inputs before the row of each state; changes in place.
         returns: [tokens, channels] T, sums in fp32, the oldest input first.
         """
         ...

@@ -173,7 +173,7 @@ COLLECTIVES: Table[Transport] = Table(
     "collective library",
     {
         "shared": "banyan.parallel.shared:SHARED",
-        "gloo": "banyan.parallel.gloo:GLOO",
+        "gloo": "banyan.parallel.process_group:GLOO",
         "hccl": "banyan.ascend.hccl:HCCL",
     },
     "banyan.collectives",

@@ -1,5 +1,8 @@
-"""Collectives over a torch process group of any library."""
+"""Collectives over a torch process group of any library. GLOO works between machines, and without
+the compiled library.
+"""
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -10,10 +13,13 @@ import torch.distributed
 from torch import Tensor
 
 from banyan.ops.api import NotRecordable
-from banyan.parallel.collectives import Rendezvous
+from banyan.parallel.collectives import Rendezvous, Transport
 
 Check = Callable[[str, Tensor], None]
 """Checks the input of a collective, given its name, against the limits of its library."""
+
+_LOOPBACK = "127.0.0.1"
+"""Ranks whose rendezvous is a file are on one machine and listen here only."""
 
 dist = cast(Any, torch.distributed)  # process groups and stores have no type stubs
 
@@ -184,3 +190,22 @@ def _sum(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total.to(parts[0].dtype)
+
+
+def own_address(host: str | None) -> str:
+    """This machine's address on the route to `host`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
+
+
+def _open(rendezvous: Rendezvous) -> GroupCollectives:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=rendezvous.timeout_s)
+    host = _LOOPBACK if rendezvous.path else own_address(urlsplit(rendezvous.address).hostname)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    group = dist.ProcessGroupGloo(open_store(rendezvous), rendezvous.rank, rendezvous.size, options)
+    return GroupCollectives(group, rendezvous)
+
+
+GLOO = Transport(declines=lambda rendezvous: None, open=_open)

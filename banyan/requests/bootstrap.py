@@ -33,22 +33,22 @@ class BootstrapRoom:
     """KV transfer of one prompt between two servers.
 
     Attributes:
-        room: bootstrap_room; -1 = no transfer.
-        peer: host:port of the prefill server.
-        replica: replica of this server; -1 = any.
-        prefill_replica: replica of the prefill server; -1 = chosen by the room.
+        number: bootstrap_room; None = no transfer.
+        prefill_address: host:port of the prefill server.
+        replica: replica of this server; None = any.
+        prefill_replica: replica of the prefill server; None = chosen by the number.
     """
 
-    room: int = -1
-    peer: str = ""
-    replica: int = -1
-    prefill_replica: int = -1
+    number: int | None = None
+    prefill_address: str = ""
+    replica: int | None = None
+    prefill_replica: int | None = None
 
     def name(self, part: int) -> bytes:
         """`Generate.transfer_id` of sequence `part`; b"" without a room."""
-        return (
-            b"" if self.room < 0 else self.room.to_bytes(8, "little") + part.to_bytes(4, "little")
-        )
+        if self.number is None:
+            return b""
+        return self.number.to_bytes(8, "little") + part.to_bytes(4, "little")
 
 
 NO_ROOM = BootstrapRoom()
@@ -65,13 +65,14 @@ def bootstrap_rooms(fields: Callable[[str], object], num: int | None) -> list[Bo
         RequestError: names the field, the rule and the value.
     """
     hosts, ports, rooms = (_spread(fields(name), name, num) for name in _ROOMS)
-    here = next((rank for name in _HERE if (rank := _rank(fields(name), name)) >= 0), -1)
+    ranks = (_rank(fields(name), name) for name in _HERE)
+    here = next((rank for rank in ranks if rank is not None), None)
     there = _rank(fields(_THERE), _THERE)
     found = [
         replace(_bootstrap_room(*given), replica=here, prefill_replica=there)
         for given in zip(hosts, ports, rooms, strict=True)
     ]
-    named = [found.room for found in found if found.room >= 0]
+    named = [room.number for room in found if room.number is not None]
     if len(named) != len(dict.fromkeys(named)):
         raise RequestError(
             "bootstrap_room must be another number for each prompt", param="bootstrap_room"
@@ -159,9 +160,9 @@ def _spread(value: object, name: str, num: int | None) -> Sequence[object]:
     return value
 
 
-def _rank(value: object, name: str) -> int:
+def _rank(value: object, name: str) -> int | None:
     if value is None:
-        return -1
+        return None
     if type(value) is not int or not 0 <= value < _MOST_REPLICAS:
         raise RequestError(
             f"{name} must be the number of a replica, got {str(value)[:40]!r}", param=name

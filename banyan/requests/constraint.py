@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.messages.constraint import EBNF, JSON_SCHEMA, KINDS, REGEX, STRUCTURAL_TAG, Constraint
+from banyan.messages.requests import EBNF, JSON_SCHEMA, KINDS, REGEX, STRUCTURAL_TAG, Constraint
 
 MAX_TEXT_BYTES = 512 << 10
 """A schema, grammar or structural tag."""

@@ -5,7 +5,7 @@ import random
 from banyan.base.errors import ConfigError, RequestError
 from banyan.config.schema import Config, ServerConfig
 from banyan.messages.events import Ready
-from banyan.messages.logit_processors import LOGIT_PROCESSORS
+from banyan.messages.sampling_params import LOGIT_PROCESSORS
 from banyan.model_config.model_config import ModelConfig
 from banyan.requests.sampling_params import (
     NATIVE_DEFAULTS,

@@ -17,7 +17,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
+from banyan.messages.requests import ANY_REPLICA, NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests import bootstrap
 from banyan.requests.context import RequestContext
@@ -201,9 +201,11 @@ def build_specs(
                 caller=context.tenant,
                 embeds=prompt.embeds,
                 transfer_id=room.name(j),
-                prefill_address=room.peer,
-                replica=room.replica,
-                prefill_replica=room.prefill_replica,
+                prefill_address=room.prefill_address,
+                replica=ANY_REPLICA if room.replica is None else room.replica,
+                prefill_replica=(
+                    ANY_REPLICA if room.prefill_replica is None else room.prefill_replica
+                ),
                 stream_interval=parsed.stream_interval,
             )
             for j in range(prompt.num_sequences)

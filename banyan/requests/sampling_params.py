@@ -15,7 +15,7 @@ from typing import TypeGuard
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.messages.constraint import KINDS
+from banyan.messages.requests import KINDS
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.constraint import parse_constraint
 from banyan.tokenizer.stop_strings import MAX_STOPS, TextOptions, check_stops

@@ -27,12 +27,12 @@ from banyan.messages.plan import SCORE
 from banyan.ops.api import OpTime
 from banyan.ops.host_memory import copy_to
 from banyan.platform.base import Graph
-from banyan.runner.attention.base import GroupView, StepGeometry
+from banyan.runner.attention import GroupView, StepGeometry
 from banyan.runner.batch import Batch
 from banyan.runner.forward import EagerForward, ForwardContext, is_sampled_plainly
 from banyan.runner.inputs import BoundStates, StepTensors, has_embedded
 from banyan.runner.multi_step import MultiStepRunner
-from banyan.runner.sampling.sampler import Sampled
+from banyan.runner.sampler import Sampled
 
 log = logger(__name__)
 

@@ -9,7 +9,7 @@ from banyan.models.base import Model
 from banyan.ops.api import NotRecordable, Ops
 from banyan.ops.bind import BoundOps
 from banyan.platform.base import BY_SHAPE, Platform
-from banyan.runner.attention.base import AttentionBackend
+from banyan.runner.attention import AttentionBackend
 from banyan.runner.batch import Batch
 from banyan.runner.captured_forward import CapturedForward, CaptureSizes
 from banyan.runner.forward import EagerForward, Forward, ForwardContext

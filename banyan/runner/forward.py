@@ -24,12 +24,12 @@ from banyan.ops.api import OpTime
 from banyan.ops.host_memory import copy_to
 from banyan.parallel.groups import Group
 from banyan.platform.base import Platform
-from banyan.runner.attention.base import AttentionBackend
+from banyan.runner.attention import AttentionBackend
 from banyan.runner.batch import Batch
 from banyan.runner.inputs import StepTensors
 from banyan.runner.kvstore import KVStore
 from banyan.runner.multi_step import MultiStep, MultiStepRunner
-from banyan.runner.sampling.sampler import Sampled
+from banyan.runner.sampler import Sampled
 from banyan.runner.slots import SlotTable
 
 

@@ -16,7 +16,7 @@ from banyan.ops.host_memory import copy_to
 from banyan.ops.lora import AdapterTokens
 from banyan.ops.state_api import StateRows
 from banyan.platform.base import Platform
-from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
+from banyan.runner.attention import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.batch import Batch, WholeStep
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable

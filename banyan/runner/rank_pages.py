@@ -27,8 +27,7 @@ from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
 from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import KVStore
-from banyan.runner.page_layout import PageLayout
-from banyan.runner.rank_page_access import RankAccess, RankMemory, own_rank_pages
+from banyan.runner.rank_page_access import PageLayout, RankAccess, RankMemory, own_rank_pages
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from banyan.runner.forward import (
 )
 from banyan.runner.inputs import StepTensors, has_embedded
 from banyan.runner.multi_step import MultiStep, MultiStepRunner
-from banyan.runner.sampling.sampler import Sampled
+from banyan.runner.sampler import Sampled
 
 _NOWHERE = 0
 """Slot for tokens that nothing reads: padding."""

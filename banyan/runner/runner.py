@@ -54,14 +54,13 @@ from banyan.runner.batch import Batch, histories
 from banyan.runner.choose_forward import open_forward
 from banyan.runner.draft_trees import Compaction, branches_of
 from banyan.runner.kvstore import KVStore
+from banyan.runner.logprobs import CHUNK_ELEMENTS, ScoredPositions, StepScores
 from banyan.runner.multi_step import MultiStep
 from banyan.runner.rank_pages import copy_after
 from banyan.runner.runner_config import Abilities, RunnerConfig
-from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, ScoredPositions, StepScores
-from banyan.runner.sampling.processors import Processors
-from banyan.runner.sampling.sampler import Sampled, Sampler
+from banyan.runner.sampler import Processors, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
-from banyan.runner.speculative.base import Drafter
+from banyan.runner.speculative import Drafter
 from banyan.runner.speculative.draft_runner import DraftModel, DraftRunner, open_draft_runner
 from banyan.runner.speculative.drafting import Drafting, TargetHiddenStates, Verified
 from banyan.runner.step_outputs import (
@@ -439,7 +438,9 @@ class ModelRunner:
         scored, scores = None, None
         if batch.wanted & SCORE:
             scored = ScoredPositions.of(batch, self._table)
-            scores = StepScores(scored, batch, self._table, self._device, self._build.ops)
+            scores = StepScores(
+                scored, batch, self._table, self._device, self._build.ops, self._config.raw_logprobs
+            )
         self._score_known(batch, scored, scores)
         samples = bool(batch.wanted & SAMPLE)
         if not samples and (self._dp_step is None or not self._dp_step.has_outputs):
@@ -461,6 +462,8 @@ class ModelRunner:
                 rows = verified.places[rows]
             chosen = copy_to(rows, self._device)
             assert logits is not None, "a step that scores does not sample by itself"
+            if not self._config.raw_logprobs:
+                logits = sampled.edited_logits(logits)
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return here, scores, verified
 
@@ -517,7 +520,7 @@ class ModelRunner:
         tokens = sampled.tokens
         if self._ranks.size > 1:
             tokens = self._ranks.broadcast(tokens)
-        return Sampled(tokens, sampled.best, sampled.failed | failed)
+        return replace(sampled, tokens=tokens, failed=sampled.failed | failed)
 
 
 def _masks_of(

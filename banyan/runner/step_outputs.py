@@ -30,9 +30,9 @@ from banyan.ops.lora import AdapterTokens
 from banyan.platform.base import Platform
 from banyan.runner.batch import Batch
 from banyan.runner.forward import Forward
+from banyan.runner.logprobs import StepScores
 from banyan.runner.multi_step import MultiStep
-from banyan.runner.sampling.logprobs import StepScores
-from banyan.runner.sampling.sampler import ALL_BANNED, Sampled
+from banyan.runner.sampler import ALL_BANNED, Sampled
 from banyan.runner.speculative.drafting import Verified
 
 log = logger(__name__)

@@ -7,8 +7,8 @@ the request and the running ones are expected to need.
 from banyan.base.errors import RequestError
 from banyan.kv_cache import misses
 from banyan.kv_cache.cache import TOKEN_BYTES, KVCache, Match
-from banyan.kv_cache.groups import FULL
 from banyan.kv_cache.misses import Miss
+from banyan.kv_cache.sizing import FULL
 from banyan.lora.scheduling import Adapters, unknown_adapter
 from banyan.messages.requests import Generate
 from banyan.scheduler.budget import NewTokenRatio, SchedulerLimits

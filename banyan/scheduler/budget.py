@@ -85,7 +85,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
         max_prompts: requests whose prompts one step computes, whole or in part; 0 = unlimited.
         growth: parameters of the new-token ratio.
         draft_budget: drafts per step, over all rows.
-        multi_step: decode steps per plan (scheduler/multi_step.py).
+        multi_step: decode steps per plan (`choose_steps`).
         micro_batch: rows per step with pipeline stages; 0 = running requests divided by stages.
     """
 

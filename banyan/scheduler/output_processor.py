@@ -3,6 +3,7 @@ it also jumps forward: tokens that the grammar forces are appended without sampl
 """
 
 from array import array
+from collections.abc import Iterable, Mapping
 
 from banyan.base.ids import NO_STEP
 from banyan.disaggregation.scheduling import DisaggregationSide
@@ -10,7 +11,7 @@ from banyan.grammar.base import Grammar, masks_for
 from banyan.kv_cache.cache import KVCache
 from banyan.messages.events import Tokens
 from banyan.messages.plan import Mask, RowScores
-from banyan.scheduler.request import Request
+from banyan.scheduler.request import Flight, Request
 from banyan.scheduler.request_table import RequestTable
 
 _MIN_JUMP = 3
@@ -234,3 +235,26 @@ def _forced(request: Request, grammar: Grammar, known: int) -> list[int]:
     found = grammar.forced()[: max(0, request.limit - known - 1)]
     stops = request.sampling.stop_ids
     return found[: next((i for i, token in enumerate(found) if token in stops), len(found))]
+
+
+def partial_tokens(flights: Iterable[Flight], tokens: Mapping[int, bytes]) -> list[Tokens]:
+    """Events for streams while a multi-step plan still runs. Changes no state: the result of the
+    plan holds the same tokens again.
+
+    Args:
+        flights: rows of the oldest step in flight.
+        tokens: by row, int32 ids that it has sampled so far.
+    """
+    rows = [flight for flight in flights if flight.row in tokens and not flight.is_void]
+    return [
+        Tokens(
+            request=request.id,
+            first=request.output_len,
+            tokens=tokens[flight.row],
+            cached_tokens=request.stats.cached_tokens,
+            stored_tokens=request.stats.stored_tokens,
+            cache_miss=request.stats.cache_miss,
+        )
+        for flight in rows
+        if (request := flight.request).generate.stream_interval
+    ]

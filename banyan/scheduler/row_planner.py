@@ -1,7 +1,7 @@
 """RowPlanner: plans the next row of one running request.
 
 Prefill and decode are the same here: a row runs positions between the request's planned positions
-and its known and pending tokens.
+and its known and pending tokens. `choose_steps` decides how many decode steps one plan runs.
 """
 
 from enum import Enum
@@ -11,6 +11,7 @@ from banyan.kv_cache.cache import TOKEN_BYTES, KVCache, Lease
 from banyan.messages.plan import EXPERTS, HIDDEN, POOL, SAMPLE, SCORE, Mask, Row
 from banyan.scheduler.budget import SchedulerLimits
 from banyan.scheduler.request import Flight, Request
+from banyan.scheduler.request_table import RequestTable
 from banyan.scheduler.speculation import Speculation
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 
@@ -198,3 +199,31 @@ class RowPlanner:
             builder.copies += self._cache.states.checkpoint(
                 lease, end, row, builder.step, request.id
             )
+
+
+def choose_steps(request_table: RequestTable, limits: SchedulerLimits) -> tuple[int, int]:
+    """(steps, report_every) of the next plan: several decode steps while nothing waits.
+
+    The engine sees the sampled tokens at the end of the plan only, so no token may need a decision
+    in between, as it would with a grammar.
+
+    Returns:
+        steps: decode steps in the plan; 1 = no multi-step decode.
+        report_every: steps after which streams get their tokens; 0 = only at the end.
+    """
+    if limits.multi_step == 1 or request_table.waiting or not request_table.running:
+        return 1, 0
+    if not all(may_run_multi_step(request) for request in request_table.running):
+        return 1, 0
+    intervals = (request.generate.stream_interval for request in request_table.running)
+    shortest = min((each for each in intervals if each), default=0)
+    return limits.multi_step, shortest if shortest < limits.multi_step else 0
+
+
+def may_run_multi_step(request: Request) -> bool:
+    """Whether the request needs nothing between two decode steps."""
+    sampling = request.sampling
+    is_plain = not (sampling.min_new_tokens or sampling.logit_bias or sampling.processor)
+    is_silent = not (request.wants_scores or request.wants_hidden or request.generate.pool)
+    is_free = request.grammar is None and not request.has_jumped
+    return request.is_decoding and is_plain and is_silent and is_free

@@ -27,11 +27,10 @@ from banyan.scheduler.admission import (
 )
 from banyan.scheduler.budget import NewTokenRatio, SchedulerLimits
 from banyan.scheduler.hicache_fetch import StoreFetcher
-from banyan.scheduler.multi_step import choose_steps
 from banyan.scheduler.output_processor import OutputProcessor
 from banyan.scheduler.request import RUNNING, Flight, Request
 from banyan.scheduler.request_table import RequestTable
-from banyan.scheduler.row_planner import Planned, RowPlanner
+from banyan.scheduler.row_planner import Planned, RowPlanner, choose_steps
 from banyan.scheduler.schedule_policy import FairQueue, SchedulePolicy
 from banyan.scheduler.speculation import Speculation
 from banyan.scheduler.step_plan_builder import StepPlanBuilder

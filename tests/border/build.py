@@ -12,13 +12,13 @@ from banyan.dp_attention.step_clock import StepAgreement
 from banyan.engine.core import CoreRecorder, EngineCore
 from banyan.engine.core_spec import CoreSpec
 from banyan.grammar.base import Grammar
-from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
 from banyan.kv_cache.hierarchical_cache import (
     WRITE_BACK,
     WRITE_SELECTIVE,
     WRITE_THROUGH,
     StoreRules,
 )
+from banyan.kv_cache.sizing import FULL, STATE, WINDOW, CacheGroup
 from banyan.messages.plan import StepLoad
 from banyan.runner.runner_config import Abilities
 from banyan.scheduler.budget import Priorities, SchedulerLimits

@@ -10,7 +10,7 @@ from random import Random
 import msgspec
 import torch
 
-from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
+from banyan.kv_cache.sizing import FULL, WINDOW, CacheGroup
 from banyan.layers.build import Build
 from banyan.messages.requests import Generate
 from banyan.model_config.model_config import ModelConfig

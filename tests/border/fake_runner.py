@@ -14,7 +14,7 @@ from random import Random
 
 import msgspec
 
-from banyan.kv_cache.groups import FULL, STATE, WINDOW, common_block_size
+from banyan.kv_cache.sizing import FULL, STATE, WINDOW, common_block_size
 from banyan.messages.control_ops import (
     KV_CACHE,
     AttachStore,

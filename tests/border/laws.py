@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from banyan.base.ids import PADDING_PAGE
-from banyan.kv_cache.groups import STATE, WINDOW, CacheGroup
+from banyan.kv_cache.sizing import STATE, WINDOW, CacheGroup
 from banyan.messages.control_ops import WEIGHTS, ControlOp, ReleaseMemory, ResumeMemory, TakeWeights
 from banyan.messages.plan import (
     DEVICE,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from banyan.messages.plan import Row
-from banyan.runner.speculative.base import Guess, Tree
+from banyan.runner.speculative import Guess, Tree
 from tests.border.oracle import BARRED, VOCAB, Answer
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from banyan.kv_cache.groups import CacheGroup
+from banyan.kv_cache.sizing import CacheGroup
 from banyan.layers.build import Build
 from banyan.model_config.model_config import LAST, STATE, ModelConfig, Pooling
 from banyan.ops.api import Ops
@@ -15,7 +15,7 @@ from banyan.parallel.groups import ALONE, Groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
-from banyan.runner.speculative.base import Drafter
+from banyan.runner.speculative import Drafter
 from banyan.runner.speculative.draft_runner import DraftModel, DraftRunner
 from banyan.runner.speculative.standalone import ModelDrafter
 from banyan.runner.speculative.tree_growth import Grower

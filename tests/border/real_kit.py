@@ -10,8 +10,8 @@ from random import Random
 import msgspec
 
 from banyan.kv_cache.cache import TOKEN_BYTES
-from banyan.kv_cache.groups import FULL, CacheGroup
-from banyan.kv_transfer.identity import identity
+from banyan.kv_cache.sizing import FULL, CacheGroup
+from banyan.kv_transfer.store import identity
 from banyan.messages.requests import Generate
 from banyan.ops.api import Ops
 from banyan.runner.runner import ModelRunner

@@ -17,7 +17,7 @@ import numpy as np
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import PADDING_PAGE, PageId, SlotId, StepId
-from banyan.kv_cache.groups import STATE
+from banyan.kv_cache.sizing import STATE
 from banyan.messages.control_ops import (
     KV_CACHE,
     WEIGHTS,

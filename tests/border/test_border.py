@@ -8,7 +8,7 @@ import pytest
 
 from banyan.engine.core_spec import CoreSpec
 from banyan.engine.journal import Journal
-from banyan.kv_cache.groups import STATE, CacheGroup
+from banyan.kv_cache.sizing import STATE, CacheGroup
 from banyan.sim.replay import check
 from tests.border import build
 from tests.border.build import compile_grammar

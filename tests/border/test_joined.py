@@ -13,7 +13,7 @@ import pytest
 
 from banyan.dp_attention.batch import DPAttentionBatch, DPAttentionRows, DPAttentionStep
 from banyan.dp_attention.step_clock import LocalPeer, StepClock
-from banyan.kv_cache.groups import FULL, WINDOW
+from banyan.kv_cache.sizing import FULL, WINDOW
 from banyan.messages.plan import Row, StepLoad
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import Group, Groups

@@ -10,9 +10,9 @@ from banyan.engine import core
 from banyan.engine.core import EngineCore
 from banyan.kv_cache import partial_blocks as partial
 from banyan.kv_cache.cache import TOKEN_BYTES, KVCache
-from banyan.kv_cache.groups import CacheGroup
 from banyan.kv_cache.page_pool import NEVER_USED, EpochTracker
 from banyan.kv_cache.partial_blocks import PartialBlocks
+from banyan.kv_cache.sizing import CacheGroup
 from banyan.kv_cache.state_checkpoints import StateCheckpoints
 from banyan.messages.control_ops import ControlOpReply
 from banyan.messages.plan import StepResult, device_page

@@ -11,15 +11,15 @@ import pytest
 
 from banyan.base.errors import RequestError
 from banyan.messages.control_ops import ControlOpReply, StopProfile
+from banyan.runner import attention as reference
 from banyan.runner import runner
-from banyan.runner.attention import paged as reference
 from banyan.runner.batch import Batch
 from banyan.runner.control_ops import ControlOpExecutor
 from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.logprobs import StepScores
 from banyan.runner.recorded_forward import RecordedForward
 from banyan.runner.runner import ModelRunner
-from banyan.runner.sampling.logprobs import StepScores
-from banyan.runner.sampling.sampler import Sampler
+from banyan.runner.sampler import Sampler
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative import drafting
 from banyan.runner.speculative.drafting import Drafting

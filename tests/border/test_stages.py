@@ -11,7 +11,7 @@ from random import Random
 import msgspec
 import pytest
 
-from banyan.kv_cache.groups import FULL, WINDOW
+from banyan.kv_cache.sizing import FULL, WINDOW
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import ALONE
 from banyan.runner.runner import ModelRunner

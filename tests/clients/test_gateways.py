@@ -7,6 +7,7 @@ import contextlib
 import json
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -145,33 +146,68 @@ def grpc_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
         server.kill()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_gateway_that_tokenizes_sends_tokens_over_grpc(
-    grpc_server: tuple[Path, int, int], stream: bool, tmp_path: Path
+def test_200_requests_over_grpc_give_the_tokens_of_http(
+    grpc_server: tuple[Path, int, int], tmp_path: Path
 ) -> None:
     model, port, http_port = grpc_server
     words = ["--worker-urls", f"grpc://127.0.0.1:{port}", "--model-path", str(model)]
-    direct = httpx.post(f"http://127.0.0.1:{http_port}/v1/chat/completions", json=CHAT, timeout=60)
-    expected = direct.json()["choices"][0]["message"]["content"]
-    with started("smg", words, tmp_path, num_workers=1) as http:
-
-        def asked() -> httpx.Response:
-            return http.post("/v1/chat/completions", json=CHAT)
-
+    bodies = [
+        {**CHAT, "messages": [{"role": "user", "content": f"hello {at}"}]} for at in range(200)
+    ]
+    sidecar = httpx.Client(base_url=f"http://127.0.0.1:{http_port}", timeout=60)
+    with started("smg", words, tmp_path, num_workers=1) as http, ThreadPoolExecutor(16) as pool:
         # The gateway lists the worker before it has loaded the tokenizer.
-        wait_until(lambda: asked().status_code != 503, START_S, "the gateway's tokenizer")
-        if not stream:
-            answer = asked()
-            assert answer.status_code == 200, answer.text
-            assert whole(answer.json()["choices"][0]["message"]["content"]) == whole(expected)
-            assert answer.json()["usage"]["completion_tokens"] == 8
-            return
-        with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
-            assert answer.status_code == 200
-            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-        deltas = [json.loads(line)["choices"] for line in lines[:-1]]
-        got = "".join(choice["delta"].get("content") or "" for some in deltas for choice in some)
-        assert whole(got) == whole(expected)
+        wait_until(
+            lambda: http.post("/v1/chat/completions", json=CHAT).status_code != 503,
+            START_S,
+            "the gateway's tokenizer",
+        )
+        expected = list(pool.map(lambda body: _content(sidecar, body), bodies))
+        ways = [_content, _streamed, _aborted]
+        got = list(pool.map(lambda at: ways[at % 3](http, bodies[at]), range(len(bodies))))
+        for at, text in enumerate(got):
+            if at % 3 == 2:
+                same = min(len(whole(text)), len(whole(expected[at])))
+                assert text[:same] == expected[at][:same], (at, text, expected[at])
+            else:
+                assert whole(text) == whole(expected[at]), (at, text, expected[at])
+    assert len(set(expected)) > 20, "the prompts must differ in their answers"
+    stats = settled(lambda: _stats(sidecar), 0)
+    assert stats["output_tokens"] < 400 * 66 / 2, "closed streams went on to their end"
+    assert _content(sidecar, bodies[0]) == expected[0]
+
+
+def _content(http: httpx.Client, body: dict[str, object]) -> str:
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == body["max_tokens"]
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def _streamed(http: httpx.Client, body: dict[str, object]) -> str:
+    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    deltas = [json.loads(line)["choices"] for line in lines[:-1]]
+    return "".join(choice["delta"].get("content") or "" for some in deltas for choice in some)
+
+
+def _aborted(http: httpx.Client, body: dict[str, object]) -> str:
+    """Close a long stream after its first text, and return that text."""
+    long = {**body, "stream": True, "max_tokens": 400, "ignore_eos": True}
+    with http.stream("POST", "/v1/chat/completions", json=long) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line and line != "data: [DONE]":
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    if text := choice["delta"].get("content"):
+                        return text
+    return ""
+
+
+def _stats(http: httpx.Client) -> dict[str, int]:
+    return http.get("/get_server_info").json()["internal_states"][0]["stats"]
 
 
 def whole(text: str) -> str:

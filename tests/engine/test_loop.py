@@ -12,13 +12,13 @@ import pytest
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import DeviceError
-from banyan.base.wake import WakeEvent
+from banyan.base.os import WakeEvent
 from banyan.engine.core import EngineCore
 from banyan.engine.launcher import Threaded
 from banyan.engine.loop import EngineLoop, LoopConfig, LoopParts
 from banyan.kv_cache.cache import KVCache
 from banyan.kv_cache.eviction import lru
-from banyan.kv_cache.groups import FULL, CacheGroup
+from banyan.kv_cache.sizing import FULL, CacheGroup
 from banyan.messages.events import Failed, Fatal, Finished, LiveRequest, Ready, Reply, Stats, Tokens
 from banyan.messages.plan import NOT_FINITE, SAMPLE, RowFailure, StepResult
 from banyan.messages.requests import Abort, Control, Generate, StopAt

@@ -9,7 +9,7 @@ import numpy as np
 from banyan.grammar.base import BACKENDS, Backend, Grammar, Program
 from banyan.grammar.constrained import Constrained, TokenMasks
 from banyan.grammar.vocabulary import Vocabulary, longest_first
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 
 END = 300
 TOOL = 301

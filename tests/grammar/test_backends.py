@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from banyan.base.errors import RequestError
 from banyan.grammar.base import Backend, masks_for, stand_ins
 from banyan.grammar.constrained import Constrained
-from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
+from banyan.messages.requests import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
 from banyan.requests.constraint import Tag, tool_calls_constraint
 from tests.grammar.play import (
     END,

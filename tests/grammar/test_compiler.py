@@ -15,14 +15,12 @@ import pytest
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.ids import RequestId
 from banyan.engine.grammar_queue import GrammarQueue
-from banyan.grammar.compile_thread import CompileThread, Shares
-from banyan.grammar.compiler import GrammarCompiler
+from banyan.grammar.compiler import CompileThread, GrammarCompiler, Shares
 from banyan.grammar.vocabulary import longest_first
 from banyan.grammar.worker import CompileOutcome, read_frame
 from banyan.grammar.worker_pool import GrammarLimits, GrammarWorkerPool
-from banyan.messages.constraint import Constraint
 from banyan.messages.events import Event, Failed, Finished
-from banyan.messages.requests import Abort, Control, Generate
+from banyan.messages.requests import Abort, Constraint, Control, Generate
 from banyan.messages.sampling_params import SamplingParams
 from tests.grammar.play import END, VOCABULARY, allowed, write
 from tests.support.flags import config_of

@@ -23,7 +23,7 @@ from banyan.base.errors import RequestError
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, longest_first, vocabulary_of
 from banyan.grammar.worker_pool import GrammarLimits
-from banyan.messages.constraint import JSON_SCHEMA, Constraint
+from banyan.messages.requests import JSON_SCHEMA, Constraint
 from banyan.tokenizer.load import load_tokenizer
 from tests.grammar.play import VOCABULARY, Player
 

@@ -5,7 +5,7 @@ import pytest
 from banyan.base.ids import NO_STEP, SlotId, StepId
 from banyan.kv_cache.cache import KVCache, Match
 from banyan.kv_cache.eviction import lru
-from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.kv_cache.sizing import FULL, STATE, WINDOW, CacheGroup
 
 NOTHING = Match([], 0)
 

@@ -9,7 +9,7 @@ import pytest
 from banyan.kv_cache.cache import KVCache
 from banyan.kv_cache.cache_events import Removed, Stored
 from banyan.kv_cache.eviction import EVICTION
-from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
+from banyan.kv_cache.sizing import FULL, WINDOW, CacheGroup
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from tests.scheduler.driver import Driver

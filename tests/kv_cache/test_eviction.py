@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from banyan.base.ids import PageId
 from banyan.kv_cache.eviction import eviction_key
-from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
 from banyan.kv_cache.page_pool import NEVER_USED
 from banyan.kv_cache.radix_tree import Node, RadixTree
+from banyan.kv_cache.sizing import FULL, WINDOW, CacheGroup
 
 UNIT = 4
 GROUPS = (CacheGroup(FULL, UNIT, 1000), CacheGroup(WINDOW, UNIT, 1000, window=2))

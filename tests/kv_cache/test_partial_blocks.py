@@ -5,8 +5,8 @@ from array import array
 from banyan.base.ids import NO_STEP, SlotId, StepId
 from banyan.kv_cache.cache import KVCache
 from banyan.kv_cache.eviction import lru
-from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
-from banyan.kv_cache.lease import PartialMatch
+from banyan.kv_cache.radix_tree import PartialMatch
+from banyan.kv_cache.sizing import FULL, STATE, WINDOW, CacheGroup
 from banyan.messages.requests import StopAt
 from tests.kv_cache.test_cache import fill, ids, lease_of, make_cache
 from tests.scheduler.driver import Driver

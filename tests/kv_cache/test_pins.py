@@ -2,7 +2,7 @@
 
 from array import array
 
-from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.kv_cache.sizing import FULL, STATE, WINDOW, CacheGroup
 from banyan.messages.events import Failed, Finished
 from banyan.messages.requests import Generate, Unpin
 from banyan.messages.sampling_params import SamplingParams

@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.kv_cache.eviction import EVICTION, eviction_key, lru
-from banyan.kv_cache.groups import FULL, WINDOW, CacheGroup
 from banyan.kv_cache.page_pool import NEVER_USED
 from banyan.kv_cache.radix_tree import RadixTree
+from banyan.kv_cache.sizing import FULL, WINDOW, CacheGroup
 
 FULL_GROUP = (CacheGroup(FULL, 1, 100),)
 

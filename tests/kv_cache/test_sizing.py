@@ -5,8 +5,7 @@ import pytest
 from banyan.base.errors import CapacityError
 from banyan.config.defaults import Defaults, settle
 from banyan.config.schema import CacheConfig, Config, ScheduleConfig
-from banyan.kv_cache.groups import FULL, WINDOW
-from banyan.kv_cache.sizing import GroupBytes, MemoryPlan, plan_memory
+from banyan.kv_cache.sizing import FULL, WINDOW, GroupBytes, MemoryPlan, plan_memory
 from tests.support.flags import config_of
 
 GIB = 1 << 30

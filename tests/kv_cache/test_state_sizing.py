@@ -6,8 +6,7 @@ from banyan.base.errors import CapacityError, ConfigError
 from banyan.base.ids import SlotId
 from banyan.kv_cache.cache import KVCache, Match
 from banyan.kv_cache.eviction import EVICTION
-from banyan.kv_cache.groups import FULL, STATE, CacheGroup
-from banyan.kv_cache.sizing import GroupBytes, MemoryPlan, plan_memory
+from banyan.kv_cache.sizing import FULL, STATE, CacheGroup, GroupBytes, MemoryPlan, plan_memory
 from tests.kv_cache.test_sizing import GIB, settled
 
 MIB = 1 << 20

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.kv_transfer.file_store import FileStore
-from banyan.kv_transfer.segments import Segment, SystemIO
+from banyan.kv_transfer.file_store import FileStore, Segment, SystemIO
 from banyan.kv_transfer.store import STORES, Damaged, Missing, StoreOptions
 from tests.support.store_kit import MemoryStore, check_store, name, page
 from tests.system.serving import wait_until

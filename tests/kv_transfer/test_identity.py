@@ -3,7 +3,7 @@ import os
 import pytest
 
 from banyan.base.errors import ModelError
-from banyan.kv_transfer.identity import digest_of_files, identity
+from banyan.kv_transfer.store import digest_of_files, identity
 
 
 def test_any_fact_that_differs_makes_another_identity():
@@ -29,7 +29,7 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path, monkeypatch):
     file, notes = tmp_path / "a", tmp_path / "notes"
     file.write_bytes(b"weights")
     first = digest_of_files([file], notes)
-    monkeypatch.setattr("banyan.kv_transfer.identity._hash", lambda file: 1 / 0)
+    monkeypatch.setattr("banyan.kv_transfer.store._hash", lambda file: 1 / 0)
     assert digest_of_files([file], notes) == first
 
 

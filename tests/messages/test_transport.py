@@ -20,7 +20,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.ids import RequestId
 from banyan.messages import transport as links
 from banyan.messages.events import Fatal, Stats, Tokens
-from banyan.messages.frames import FrameSocket
+from banyan.messages.frames import FrameSocket, WireError
 from banyan.messages.requests import Abort, Control, Generate, StopAt
 from banyan.messages.sampling_params import SamplingParams
 from banyan.messages.transport import (
@@ -32,7 +32,6 @@ from banyan.messages.transport import (
     remove_folders_of,
     socket_pair,
 )
-from banyan.messages.wire import WireError
 
 FRAMES = int(os.environ.get("FRAMES", "20000"))
 """Damaged ones of each kind."""

@@ -10,8 +10,7 @@ from banyan.layers.step_inputs import StepInputs
 from banyan.model_config.model_config import ModelConfig, RopeFacts
 from banyan.models.base import Model
 from banyan.ops.bind import BoundOps, bind, open_toolkit
-from banyan.runner.attention.base import GroupView, StepGeometry
-from banyan.runner.attention.paged import PagedAttentionBackend
+from banyan.runner.attention import GroupView, PagedAttentionBackend, StepGeometry
 from banyan.runner.inputs import BoundStates
 from banyan.runner.kvstore import GroupLayout, KVStore
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 from banyan.requests.constraint import (
     MAX_DEPTH,
     MAX_REGEX_BYTES,

@@ -11,7 +11,7 @@ from banyan.messages.plan import StepPlan
 from banyan.model_config.model_config import FULL
 from banyan.ops.api import OpTime
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.op_timer import OpTimer
+from banyan.runner.profiler import OpTimer
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
 

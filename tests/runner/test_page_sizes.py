@@ -18,7 +18,7 @@ from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.paged_attention import PagedAttention, parts_of_head
 from banyan.ops.pages import stored_width
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.page_layout import PartsOfHead, forms_of, page_layouts_of
+from banyan.runner.rank_page_access import PartsOfHead, forms_of, page_layouts_of
 
 CPU = torch.device("cpu")
 HEADS, DIM, TOKENS = 2, 8, 384

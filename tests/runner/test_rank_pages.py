@@ -17,11 +17,12 @@ from banyan.messages.plan import PageCopy, device_page
 from banyan.model_config.model_config import STATE
 from banyan.parallel.groups import Group
 from banyan.runner.kvstore import GroupLayout, KVStore
-from banyan.runner.page_layout import layout_facts, page_layouts_of
 from banyan.runner.rank_page_access import (
     LocalRankAccess,
     RankAddress,
     RemoteRankAccess,
+    layout_facts,
+    page_layouts_of,
     publish_pages,
     publish_pages_remotely,
     rank_addresses_of,

@@ -8,7 +8,7 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.model_config.model_config import FULL
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.sampling.sampler import Sampled, Sampler
+from banyan.runner.sampler import Sampled, Sampler
 from banyan.runner.slots import SlotTable
 
 VOCAB = 1000

@@ -7,8 +7,7 @@ from banyan.config.defaults import Defaults, settle
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
 from banyan.engine.core_spec import CoreSpec, core_spec
-from banyan.kv_cache.groups import FULL, CacheGroup
-from banyan.kv_cache.sizing import GroupBytes, plan_memory
+from banyan.kv_cache.sizing import FULL, CacheGroup, GroupBytes, plan_memory
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, CopyResult, RowFailure, StepPlan, StepResult
 from banyan.messages.requests import Generate

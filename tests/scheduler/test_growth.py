@@ -7,8 +7,7 @@ from banyan.config.defaults import settle
 from banyan.config.env import Environment, read_environment
 from banyan.config.resolve import resolve
 from banyan.engine.core_spec import core_spec
-from banyan.kv_cache.groups import FULL
-from banyan.kv_cache.sizing import GroupBytes, plan_memory
+from banyan.kv_cache.sizing import FULL, GroupBytes, plan_memory
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import NewTokenRatio

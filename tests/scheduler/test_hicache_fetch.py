@@ -6,13 +6,13 @@ import pytest
 
 from banyan.engine.core_spec import CoreSpec
 from banyan.kv_cache import misses
-from banyan.kv_cache.groups import FULL, CacheGroup
 from banyan.kv_cache.hierarchical_cache import (
     WRITE_BACK,
     WRITE_SELECTIVE,
     WRITE_THROUGH,
     StoreRules,
 )
+from banyan.kv_cache.sizing import FULL, CacheGroup
 from banyan.messages.control_ops import AttachStore, ControlOp, ControlOpReply, DetachStore
 from banyan.messages.events import Reply
 from banyan.messages.plan import STORE, CopyResult, Held, StepPlan, StepResult

@@ -6,7 +6,7 @@ import pytest
 
 from banyan.engine.core_spec import CoreSpec
 from banyan.kv_cache import misses
-from banyan.kv_cache.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.kv_cache.sizing import FULL, STATE, WINDOW, CacheGroup
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import SchedulerLimits

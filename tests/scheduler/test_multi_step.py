@@ -7,7 +7,7 @@ import pytest
 from banyan.messages.plan import SAMPLE, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate
 from banyan.messages.sampling_params import SamplingParams
-from banyan.scheduler.multi_step import partial_tokens
+from banyan.scheduler.output_processor import partial_tokens
 from tests.scheduler.driver import Driver, continuation, next_token
 
 PROMPT = [3, 1, 4, 1, 5]

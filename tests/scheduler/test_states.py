@@ -1,6 +1,6 @@
 """Requests that take up a prefix where a state was kept."""
 
-from banyan.kv_cache.groups import FULL, STATE, CacheGroup
+from banyan.kv_cache.sizing import FULL, STATE, CacheGroup
 from banyan.messages.events import Failed
 from tests.scheduler.driver import Driver, continuation
 

@@ -11,7 +11,7 @@ from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
 from banyan.config.schema import ServerConfig
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 from banyan.requests.generation import Finish
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import says, service_with

@@ -8,7 +8,7 @@ import pydantic
 import pytest
 
 from banyan.config.schema import ServerConfig
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 from banyan.requests.generation import Finish
 from tests.server.fakes import Site
 from tests.server.talk import PATH, TOOLS, USER, ask, says, service_with, tool

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from banyan.chat_template.named_templates import FillIn
 from banyan.config.schema import ServerConfig
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 from banyan.requests.generation import Finish, TextChunk, Usage
 from banyan.requests.request_spec import RequestSpec
 from tests.server.fakes import Site, refusal, steps

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 from banyan.requests.generation import Finish
 from banyan.server.tool_servers.base import ToolServers
 from banyan.server.tool_servers.demo import DemoServer

@@ -8,13 +8,13 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.grammar.base import Backend
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 from banyan.parsers.answer_deltas import TextDelta, ToolCallArguments, ToolCallStart
 from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolParser
-from banyan.server.openai.chat.tool_choice import ToolUse, tool_use
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.openai.tool_choice import ToolUse, tool_use
 from tests.grammar.play import begin, compiled, open_backend, play
 
 PARAMETERS = {

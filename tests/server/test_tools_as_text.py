@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from banyan.messages.constraint import Constraint
+from banyan.messages.requests import Constraint
 from tests.server import fakes
 from tests.server.fakes import Site
 from tests.server.talk import PATH, TOOLS, USER, ask, says, service_with

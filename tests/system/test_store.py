@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.kv_transfer.file_store import FileStore
-from banyan.kv_transfer.segments import Segment
+from banyan.kv_transfer.file_store import FileStore, Segment
 from banyan.llm import Engine
 from banyan.sim.replay import check
 from tests.system.checkpoint import write_tiny_model

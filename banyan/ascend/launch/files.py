@@ -27,7 +27,7 @@ def devices(soc: Soc) -> tuple[str, ...]:
 
 
 def mounts(model: str) -> tuple[str, ...]:
-    """HOST:INSIDE of the driver's folders and of the weights, none of which is written to."""
+    """HOST:INSIDE of the driver's folders and of the weights, all read-only."""
     return tuple(f"{path}:{path}:ro" for path in (*DRIVER, model))
 
 
@@ -54,7 +54,7 @@ def files_of(plan: LaunchPlan) -> dict[str, str]:
         found[f"{node.name}.env"] = "".join(f"{k}={v}\n" for k, v in node.variables.items())
         found[f"{node.name}.sh"] = _script(node)
     if plan.router:
-        found["router.sh"] = f"#!/bin/sh\nexec {_joined(plan.router)}\n"
+        found["router.sh"] = f"#!/bin/sh\nexec {_script_line(plan.router)}\n"
     found["docker.sh"] = _by_hand(plan)
     found["compose.yaml"] = _compose(plan)
     found["kubernetes.yaml"] = _kubernetes(plan)
@@ -63,17 +63,17 @@ def files_of(plan: LaunchPlan) -> dict[str, str]:
 
 def _script(node: PlannedNode) -> str:
     return (
-        f"#!/bin/sh\n# On {node.address}, beside {node.name}.env.\n"
-        f'set -a\n. "$(dirname "$0")/{node.name}.env"\nset +a\nexec {_joined(node.command)}\n'
+        f"#!/bin/sh\n# On {node.address}, next to {node.name}.env.\n"
+        f'set -a\n. "$(dirname "$0")/{node.name}.env"\nset +a\nexec {_script_line(node.command)}\n'
     )
 
 
-def _joined(words: tuple[str, ...]) -> str:
+def _script_line(words: tuple[str, ...]) -> str:
     return " \\\n  ".join(lines_of(words))
 
 
 def _by_hand(plan: LaunchPlan) -> str:
-    text = "#!/bin/sh\n# The line for each node, to be run there beside its .env file.\n"
+    text = "#!/bin/sh\n# The line for each node, to be run there next to its .env file.\n"
     for node in plan.nodes:
         command = lines_of(_serve_words(node))
         line = docker_run(plan.wish.soc, plan.wish.model, node.name, command)

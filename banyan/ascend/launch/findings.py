@@ -19,11 +19,11 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Sentence:
-    """A line of the table; `says` and `use` have the places of the numbers in braces."""
+    """A line of the table; `text` and `use` have the numbers' names in braces."""
 
     rule: str
     severity: str
-    says: str
+    text: str
     use: str
     source: str
 
@@ -70,7 +70,7 @@ def sentences() -> Mapping[str, Sentence]:
     return MappingProxyType(
         {
             row["rule"]: Sentence(
-                row["rule"], _SEVERITIES[row["severity"]], row["says"], row["do"], row["source"]
+                row["rule"], _SEVERITIES[row["severity"]], row["text"], row["do"], row["source"]
             )
             for row in rows
         }
@@ -78,13 +78,13 @@ def sentences() -> Mapping[str, Sentence]:
 
 
 def finding_of(found: Breach, *, is_mild: bool = False) -> Finding:
-    """The finding of a breach; a mild one is a warning, whatever the table says."""
+    """The finding of a breach; a mild one is a warning, whatever its severity in the table."""
     sentence = sentences()[found.rule]
     numbers = {name: printable(str(value), _LONGEST) for name, value in found.numbers.items()}
     return Finding(
         rule=found.rule,
         severity=WARNING if is_mild else sentence.severity,
-        text=sentence.says.format(**numbers),
+        text=sentence.text.format(**numbers),
         use=sentence.use.format(**numbers),
         source=sentence.source,
     )
@@ -94,7 +94,7 @@ _HEAD = """# Rules of a launch on Ascend NPUs
 
 Printed by `banyan check --rules`; a test keeps this file equal to it.
 
-Each start with `--device npu` is held against these rules: errors end it, warnings are logged.
+Each start with `--device npu` is checked by these rules: errors end it, warnings are logged.
 `banyan check` does the same for any command line, also for machines that are not this one, and
 `banyan doctor --device npu` for the machine itself (23). Words in braces are the numbers of the
 case. `flag` rules come from the documents' table of flags for A2 and A3, which
@@ -111,7 +111,7 @@ def rules_page() -> str:
 
 
 def _table_lines() -> Iterator[str]:
-    yield "| rule | | says | what to do | source |\n|---|---|---|---|---|\n"
+    yield "| rule | | problem | what to do | source |\n|---|---|---|---|---|\n"
     for each in sentences().values():
-        says, use = (text.replace("|", "\\|") for text in (each.says, each.use))
-        yield f"| {each.rule} | {each.severity} | {says} | {use} | {each.source} |\n"
+        problem, use = (part.replace("|", "\\|") for part in (each.text, each.use))
+        yield f"| {each.rule} | {each.severity} | {problem} | {use} | {each.source} |\n"

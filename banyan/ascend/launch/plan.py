@@ -4,9 +4,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from banyan.ascend.launch.facts import Launch, LaunchModel, Soc
+from banyan.ascend.launch.facts import Launch, LaunchModel, Soc, arguments_of_words
 from banyan.ascend.launch.findings import Finding
-from banyan.ascend.launch.reading import arguments_of_words
 from banyan.ascend.launch.recipes import DECODE, PREFILL, SERVE, Recipe, recipe_of
 from banyan.ascend.launch.rules import INTERFACES, STORE, check
 from banyan.base.errors import ConfigError
@@ -24,7 +23,7 @@ class Wish:
 
     Attributes:
         model: folder of the weights, the same on every node.
-        nodes: role -> addresses, those of one instance after another.
+        nodes: role -> addresses, one instance after another.
         interface: the network interface that reaches the other nodes.
     """
 

@@ -1,6 +1,6 @@
 """The recipes of the documents: flags and variables of each role, in the documents' own spelling.
 
-Knows no machines; `plan.py` puts addresses in.
+They name no machines; `plan.py` fills in addresses.
 """
 
 from collections.abc import Mapping

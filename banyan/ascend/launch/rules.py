@@ -62,7 +62,7 @@ def quantization(launch: Launch) -> Iterator[Breach]:
 
 
 def support(launch: Launch) -> Iterator[Breach]:
-    """What the documents' table says of each flag that was given."""
+    """The verdict of the documents' table on each given flag."""
     outcomes = device_outcomes(launch.soc.name)
     for flag, value in launch.arguments.items():
         outcome = outcomes.get(flag)

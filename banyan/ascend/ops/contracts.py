@@ -142,7 +142,7 @@ def fused_infer_attention(
 
     With query_rope [as query, but 64 wide] and key_rope [pages, block_size, 64] the keys are latent
     vectors, which are the values too; these pages may be fractal, as `prologue_contracts.py` has
-    them, with an axis of one head behind the pages. learnable_sink: [heads].
+    them, with an axis of one head after the pages. learnable_sink: [heads].
     """
     name = "npu_fused_infer_attention_score"
     require(block_table is not None, name, "only attention over pages is served here")

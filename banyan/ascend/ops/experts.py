@@ -94,13 +94,13 @@ def _fused_obstacle(experts: StoredExperts, dtype: torch.dtype) -> str:
     if dtype != torch.bfloat16:
         return f"it computes in bfloat16, activations are {dtype}".replace("torch.", "")
     if not experts.gate or experts.activation != "silu" or experts.clamp is not None:
-        return "its experts are silu(gate) · up, those of this model are not"
+        return "its experts are silu(gate) · up, this model's are not"
     if experts.biases is not None:
-        return "its experts have no biases, those of this model do"
+        return "its experts have no biases, this model's have some"
     stored = {each.type for part in (experts.gate, experts.up, experts.down) for each in part}
     if stored != {DYNAMIC}:
         there = ", ".join(sorted(stored))
-        return f"its experts are of 8 bits (modelslim's {DYNAMIC}), those of this model are {there}"
+        return f"its experts are of 8 bits (modelslim's {DYNAMIC}), this model's are {there}"
     return ""
 
 

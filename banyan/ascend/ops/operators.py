@@ -1,6 +1,6 @@
 """The operators of an Ascend NPU, one method each: the only place that calls torch_npu and deep_ep.
 
-Names and arguments are those of the libraries; arguments that no kernel here uses are left out.
+Names and arguments come from the libraries; arguments that no kernel here uses are left out.
 With checks on, each call is checked against its contract first.
 """
 
@@ -44,8 +44,8 @@ class LatentOperators:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All that comes before latent attention; pages are written. Returns queries in the latent
         space [tokens, heads, 512], turned ones [tokens, heads, 64], and with `has_norm` squeezed
-        ones [tokens, 1536] with their units [tokens, 1] where they are int8. The arguments are
-        those of `latent_contracts.mla_prolog`; turns: sin, cos; mode: how
+        ones [tokens, 1536] with their units [tokens, 1] where they are int8. Arguments as in
+        `latent_contracts.mla_prolog`; turns: sin, cos; mode: how
         pages lie."""
         if self._is_checked:
             given = (x, units, weights, gammas, turns, pages, places)

@@ -102,7 +102,7 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
 
 
 def lengths_of(starts: list[int], contexts: list[int]) -> list[int]:
-    """Keys of each row, with those of this step."""
+    """Keys of each row, including this step."""
     return [
         context + end - start
         for context, start, end in zip(contexts, starts, starts[1:], strict=False)

@@ -1,5 +1,6 @@
 """Contracts of the operators of matrix products and experts: int8 and int4 weights, grouped
 products, the exchange of rows between ranks, and deep_ep's operators for whole blocks of experts.
+The limits of exchanges by chip (`Dispatch`); buffer sizes follow the operators' published formulas.
 
 int4 weights: eight numbers of one input lie in an int32, lower outputs in lower bits; each scale is
 shared by 256 inputs of an output, its bits are the lower half of an int64. Source of the deep_ep
@@ -344,7 +345,7 @@ def distribute_combine(
     require(
         len(received) >= ranks.size * local and places.dim() == 1,
         name,
-        "ep_send_counts and assist_info_for_combine must be those of the exchange, they are "
+        "ep_send_counts and assist_info_for_combine must come from the exchange, they are "
         f"{shape_of(received)} and {shape_of(places)}",
     )
 
@@ -440,3 +441,77 @@ def fused_deep_moe(
         FUSED_DEEP_MOE,
         f"rank {ranks.rank} of {ranks.size} in group {ranks.name!r} is nobody",
     )
+
+
+_A2_CHIPS = "Ascend910B"
+MIB = 1 << 20
+
+
+def _a2_buffer_bytes(tokens: int, width: int, per_token: int, ranks: int, experts: int) -> int:
+    local, row = -(-experts // ranks), 2 * width
+    return 2 * (tokens * ranks * min(local, per_token) * row + 2 * MIB)
+
+
+def _a3_buffer_bytes(tokens: int, width: int, per_token: int, ranks: int, experts: int) -> int:
+    local, row = -(-experts // ranks), 2 * width
+    sent = _aligned(_aligned(row, 32) + 64, 512)
+    return 2 * (local * tokens * ranks * sent + per_token * tokens * _aligned(row, 512))
+
+
+def _int8_buffer_bytes(tokens: int, width: int, per_token: int, ranks: int, experts: int) -> int:
+    return 3 * tokens * per_token * width + 10 * MIB
+
+
+def _aligned(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+A2 = Dispatch(
+    tokens=256,
+    widths=range(32, 7168 + 1, 32),
+    per_token=16,
+    ranks=(*range(2, 9), 16, 32, 64, 128, 256),
+    experts=2048,
+    buffer_bytes=_a2_buffer_bytes,
+    takes_weights=True,
+)
+A3 = Dispatch(
+    tokens=256,
+    widths=range(1024, 8192 + 1),
+    per_token=12,
+    ranks=range(2, 768 + 1),
+    experts=2048,
+    buffer_bytes=_a3_buffer_bytes,
+)
+_FUSED_WIDTHS = range(512, 7168 + 1, 32)
+FUSED = (
+    FusedDispatch(
+        tokens=256,
+        widths=_FUSED_WIDTHS,
+        inners=range(1024, 6144 + 1, 128),
+        per_token=12,
+        ranks=A3.ranks,
+        experts=512,
+        buffer_bytes=_a3_buffer_bytes,
+        tile=64,
+    ),
+    FusedDispatch(
+        tokens=1024,
+        widths=_FUSED_WIDTHS,
+        inners=range(64, 8192 + 1, 64),
+        per_token=16,
+        ranks=A3.ranks,
+        experts=512,
+        buffer_bytes=_int8_buffer_bytes,
+    ),
+)
+"""By mode, on A3: 1 = dispatch, products and combine; 2 = routing in the operator too."""
+
+
+def dispatch_of(chip: str) -> Dispatch:
+    """chip: the driver's name of it."""
+    return A2 if chip.startswith(_A2_CHIPS) else A3
+
+
+def fused_dispatch_of(chip: str) -> tuple[FusedDispatch, ...]:
+    return () if chip.startswith(_A2_CHIPS) else FUSED

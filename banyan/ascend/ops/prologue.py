@@ -149,7 +149,7 @@ class Prologue:
         return f"its weights are {types}, not all floats, all {DYNAMIC} or {QUERY} alone {DYNAMIC}"
 
     def _order(self, part: str, rows: int) -> Tensor:
-        """Of which row the operator's rows are: those that rotate are pairs there."""
+        """The row of each of the operator's rows, which has rotated rows in pairs."""
         order = torch.arange(rows)
         if part == SQUEEZE:
             return order

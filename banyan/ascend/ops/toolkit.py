@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from banyan.ascend.driver import open_deep_ep, open_driver
-from banyan.ascend.expert_exchange import A3, dispatch_of, fused_dispatch_of
 from banyan.ascend.ops.contracts import HALVES, LARGEST_PAGE, LATENT_DIM, LATENT_ROPE_DIM, PAGE_STEP
 from banyan.ascend.ops.latent_contracts import INDEX_DIM, MOST_INDEX_HEADS, count_from, is_count
 from banyan.ascend.ops.operators import Fuser, Operators
+from banyan.ascend.ops.product_contracts import A3, dispatch_of, fused_dispatch_of
 from banyan.ascend.ops.prologue import open_prologue
 from banyan.base.errors import ConfigError
 from banyan.ops.api import IndexShape, LatentPrologue, PrologueShape, Recorder

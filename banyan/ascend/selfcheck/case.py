@@ -18,7 +18,7 @@ Place = Callable[[Tensor], Tensor]
 class Case:
     """
     Attributes:
-        operator: torch_npu's name; `name` tells the case apart.
+        operator: torch_npu's name; `name` identifies the case.
         run: on a device; wanted: on the host, in float32 where the operator computes so.
         slack: how far results may be apart.
     """

@@ -1,4 +1,4 @@
-"""Rules about ranks, pipeline stages, nodes and Ray."""
+"""Rules about ranks, context parallelism, pipeline stages, nodes and Ray."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -135,5 +135,26 @@ def check_nodes(config: Config, model_config: ModelConfig, environment: Environm
             f"--nnodes {parallel.nodes} needs --dist-init-addr host:port, "
             f"got {printable(repr(parallel.meeting), 80)}",
             hint="use an address of node 0 that the other nodes can reach, and a free port",
+        )
+    return config
+
+
+def check_context_parallel(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
+    """The rule of --attn-cp-size: set the number of shards. Runs before the rules that count ranks
+    per head."""
+    parallel = config.parallel
+    if parallel.divides_prompts and parallel.cp == 1 and parallel.tp > 1:
+        log.info("set attn-cp-size=%d because of %s", parallel.tp, "--enable-prefill-cp")
+        parallel = replace(parallel, cp=parallel.tp)
+        config = replace(config, parallel=parallel)
+    if parallel.cp == 1:
+        return config
+    if parallel.tp % parallel.cp:
+        raise ConfigError(
+            f"--attn-cp-size {parallel.cp}: --tensor-parallel-size {parallel.tp} ranks cannot be "
+            f"divided into {parallel.cp} equal shards",
+            hint=f"choose --tensor-parallel-size as a multiple of {parallel.cp}",
         )
     return config

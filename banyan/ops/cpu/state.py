@@ -13,7 +13,7 @@ from banyan.ops.cpu.library import Library
 from banyan.ops.state_api import StateRows
 
 _CURVES = ("", "silu", "sigmoid", "relu")
-_MAX_TAPS = 16
+_MAX_CONV_KERNEL = 16
 
 
 class States:
@@ -42,8 +42,10 @@ class States:
         last_inputs: Tensor,
         rows: StateRows,
     ) -> Tensor:
-        (tokens, channels), taps = x.shape, weight.shape[0]
-        assert taps <= _MAX_TAPS, f"{taps} taps, at most {_MAX_TAPS}"
+        (tokens, channels), conv_kernel = x.shape, weight.shape[0]
+        assert conv_kernel <= _MAX_CONV_KERNEL, (
+            f"a kernel of {conv_kernel}, at most {_MAX_CONV_KERNEL}"
+        )
         out = self._library.empty(x.shape)
         self._library.call(
             "bn_short_conv",
@@ -55,7 +57,7 @@ class States:
             out.data_ptr(),
             _whole(last_inputs),
             channels,
-            taps,
+            conv_kernel,
             int(has_silu),
             rows=rows.context_lengths.shape[0],
         )

@@ -16,7 +16,7 @@ from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.batch import Batch
 from banyan.runner.draft_trees import Mutual
-from banyan.runner.speculative.base import Guess
+from banyan.runner.speculative import Guess
 from banyan.runner.speculative.draft_runner import DraftRunner, in_steps
 
 _MOST_HELD = 32
@@ -36,7 +36,7 @@ class _Progress:
 
 
 class BlockDrafter:
-    """Satisfies `speculative.base.Drafter`."""
+    """Satisfies `Drafter`."""
 
     def __init__(self, draft_runner: DraftRunner) -> None:
         assert draft_runner.reader is not None and draft_runner.take_in is not None

@@ -17,14 +17,13 @@ from banyan.models.dflash import DFlashLM
 from banyan.models.mtp import END, FIRST, DraftLM
 from banyan.ops.api import Ops
 from banyan.platform.base import Platform
-from banyan.runner.attention import BACKENDS
-from banyan.runner.attention.paged import PagedAttentionBackend, WriteOnlyBackend
+from banyan.runner.attention import BACKENDS, PagedAttentionBackend, WriteOnlyBackend
 from banyan.runner.batch import Batch
 from banyan.runner.choose_forward import open_forward
 from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
 from banyan.runner.runner_config import RunnerConfig
-from banyan.runner.sampling.sampler import Sampler
+from banyan.runner.sampler import Sampler
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative.drafting import PageEndStates, TargetHiddenStates
 

@@ -28,7 +28,7 @@ from banyan.runner.draft_trees import Compaction
 from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
-from banyan.runner.speculative.base import Drafter, Tree
+from banyan.runner.speculative import Drafter, Tree
 
 
 class TargetHiddenStates:
@@ -164,23 +164,23 @@ class Drafting:
         self._store = store if store is not None and store.rollback_checkpoints else None
         self._compaction = compaction
         self._branching = branching
-        self._joined: set[int] = set()
+        self._known_slots: set[int] = set()
 
     def enter(self, plan: StepPlan) -> None:
         """Pass on leaves and joins, after the slot table has taken them."""
         for slot in plan.leaves:
-            if slot in self._joined:
-                self._joined.remove(slot)
+            if slot in self._known_slots:
+                self._known_slots.remove(slot)
                 self._drafter.leave(slot)
         for join in plan.joins:
             # The tokens of a prompt of embeddings are placeholders: nothing to draft from.
             if self._table.holds(join.slot) and not join.embeds:
-                self._joined.add(join.slot)
+                self._known_slots.add(join.slot)
                 self._drafter.join(join.slot, list(array("i", join.tokens)), join.namespace)
 
     def give(self, row: Row) -> None:
         """Pass on the tokens that a row brings."""
-        if row.slot in self._joined:
+        if row.slot in self._known_slots:
             self._drafter.extend(row.slot, row.start, list(array("i", row.given)))
 
     def prepare_flush(self, order: ControlOp) -> Finish:
@@ -237,7 +237,7 @@ class Drafting:
         """Append tokens to a slot."""
         known = self._table.known[slot]
         self._table.known[slot] = known + len(tokens)
-        if slot in self._joined:
+        if slot in self._known_slots:
             self._drafter.extend(slot, known, tokens)
 
     def _accept_path(
@@ -287,7 +287,7 @@ class Drafting:
 
     def _draft(self, batch: Batch, num_rows: int) -> tuple[list[bytes], list[bytes]]:
         drafts_of, parents = [b""] * num_rows, [b""] * num_rows
-        mine = [at for at, row in enumerate(batch.rows) if row.slot in self._joined]
+        mine = [at for at, row in enumerate(batch.rows) if row.slot in self._known_slots]
         rows = [batch.rows[at] for at in mine]
         counts = [row.propose for row in rows]
         for at, row, found in zip(mine, rows, self._drafter.propose(rows, counts), strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.speculative.base import Guess
+from banyan.runner.speculative import Guess
 from banyan.runner.speculative.draft_runner import DraftRunner, in_steps
 from banyan.runner.speculative.tree_growth import Grower, open_grower
 
@@ -35,7 +35,7 @@ class _Progress:
 
 
 class HiddenDrafter:
-    """Satisfies `speculative.base.Drafter`.
+    """Satisfies `Drafter`.
 
     Args:
         grower: grows draft trees; None = drafts are chains.

@@ -15,7 +15,7 @@ from itertools import count as count_up
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import Row
-from banyan.runner.speculative.base import Guess, Tree, common_beginning
+from banyan.runner.speculative import Guess, Tree, common_beginning
 
 _LESS_FOR_OLDER = 0.5
 """Weight of a place relative to the next newer one, if newer places are preferred."""
@@ -129,7 +129,7 @@ class _Sequence:
 
 
 class Ngram:
-    """Satisfies `speculative.base.Drafter`.
+    """Satisfies `Drafter`.
 
     Args:
         shortest, longest: lengths of suffixes that are searched, in tokens.

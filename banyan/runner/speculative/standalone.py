@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.speculative.base import Guess, common_beginning
+from banyan.runner.speculative import Guess, common_beginning
 from banyan.runner.speculative.draft_runner import DraftRunner, in_steps
 from banyan.runner.speculative.tree_growth import Grower, open_grower
 
 
 class ModelDrafter:
-    """Satisfies `speculative.base.Drafter`.
+    """Satisfies `Drafter`.
 
     Args:
         grower: grows draft trees; None = drafts are chains.

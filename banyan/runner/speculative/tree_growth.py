@@ -20,7 +20,7 @@ from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.batch import Batch
 from banyan.runner.draft_trees import Branches
-from banyan.runner.speculative.base import Guess, Tree
+from banyan.runner.speculative import Guess, Tree
 from banyan.runner.speculative.draft_runner import DraftRunner, in_steps
 
 

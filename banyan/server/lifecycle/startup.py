@@ -29,8 +29,8 @@ from banyan.engine_client.client import Replicas
 from banyan.engine_client.metrics_observer import MetricsObserver
 from banyan.engine_client.request_log import WITH_BEGINNINGS, Recent, metrics_observers_of
 from banyan.engine_client.text_generator import open_generator
-from banyan.messages.constraint import REGEX, Constraint
 from banyan.messages.events import Ready
+from banyan.messages.requests import REGEX, Constraint
 from banyan.messages.sampling_params import SamplingParams
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE, Parsers, choose_parsers

@@ -10,9 +10,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from banyan.ascend.expert_exchange import MIB, dispatch_of
 from banyan.ascend.ops import product_contracts
 from banyan.ascend.ops.contracts import require
+from banyan.ascend.ops.product_contracts import MIB, dispatch_of
 from banyan.ops.experts_api import Ranks
 from tests.ascend.emulation.groups import Exchanges
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from banyan.ascend.expert_exchange import A3
 from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.product_contracts import A3
 from banyan.ascend.selfcheck.case import Case, Place
 from banyan.ops.experts_api import Ranks
 from banyan.platform.expert_exchange import Dispatch

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ascend.expert_exchange import FUSED, MIB, fused_dispatch_of
 from banyan.ascend.ops import product_contracts
 from banyan.ascend.ops.contracts import require
+from banyan.ascend.ops.product_contracts import FUSED, MIB, fused_dispatch_of
 from banyan.ops.experts_api import Ranks
 from tests.ascend.emulation.dispatch_operators import Distributed
 from tests.ascend.emulation.quant_operators import Products

@@ -8,12 +8,12 @@ import re
 import pytest
 import torch
 
-from banyan.ascend.expert_exchange import A2, A3, MIB, dispatch_of
 from banyan.ascend.hccl import HcclCollectives
 from banyan.ascend.launch.expert_rules import buffer_bytes as launched
 from banyan.ascend.launch.facts import LaunchModel
 from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.product_contracts import A2, A3, MIB, dispatch_of
 from banyan.ascend.platform import NpuPlatform
 from banyan.ops import reference
 from banyan.ops.activation_quant import DYNAMIC, Rounding

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.ascend.driver import open_deep_ep
-from banyan.ascend.expert_exchange import FUSED, MIB
 from banyan.ascend.launch.expert_rules import buffer_bytes as launched
 from banyan.ascend.launch.facts import LaunchModel
 from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.experts import as_bits, interleaved
 from banyan.ascend.ops.operators import Fuser
+from banyan.ascend.ops.product_contracts import FUSED, MIB
 from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ascend.platform import NpuPlatform
 from banyan.base.errors import BanyanError, ConfigError
@@ -286,7 +286,7 @@ REFUSED = {
     "experts that move or have copies": ({"ep_num_redundant_experts": 2}, {}),
     "computes in bfloat16, --dtype is float16": ({"dtype": "float16"}, {}),
     "in a form of their own": ({"cpu_offload_gb": 1}, {}),
-    "modelslim's W8A8_DYNAMIC.*those of this model are F32": ({}, {"is_plain": True}),
+    "modelslim's W8A8_DYNAMIC.*this model's are F32": ({}, {"is_plain": True}),
 }
 
 

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from banyan.ascend.launch.facts import LaunchModel, known_model, read_model
+from banyan.ascend.launch.facts import (
+    LaunchModel,
+    arguments_of_words,
+    known_model,
+    read_model,
+    read_variables,
+)
 from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import device_numbers, find_soc, own_interfaces
-from banyan.ascend.launch.reading import arguments_of_words, read_variables
 from banyan.ascend.launch.support import NOT_APPLICABLE, REFUSED, WORKS, device_outcomes
 from banyan.base.errors import ConfigError
 from banyan.cli.main import main

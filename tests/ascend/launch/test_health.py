@@ -7,8 +7,7 @@ import pytest
 
 from banyan.ascend.launch.facts import SOCS
 from banyan.ascend.launch.findings import sentences
-from banyan.ascend.launch.health import Check, examine, npu_doctor, pairs, verdict
-from banyan.ascend.launch.machine import Box, this_box
+from banyan.ascend.launch.machine import Box, Check, examine, npu_doctor, pairs, this_box, verdict
 from banyan.cli.main import main
 
 RELEASES = {"torch": "2.9.0+cpu", "torch-npu": "2.9.0"}

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from banyan.ascend.launch.facts import SOCS
+from banyan.ascend.launch.facts import SOCS, arguments_of_words, read_variables
 from banyan.ascend.launch.files import files_of
 from banyan.ascend.launch.plan import LaunchPlan, Wish, check_plan, lines_of, make_plan
-from banyan.ascend.launch.reading import arguments_of_words, read_variables
 from banyan.base.errors import ConfigError
 from banyan.cli.main import main
 from banyan.config.env import Environment

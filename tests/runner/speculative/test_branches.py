@@ -18,7 +18,7 @@ from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
-from banyan.runner.speculative.base import Tree
+from banyan.runner.speculative import Tree
 from tests.runner.conftest import VOCAB
 from tests.support.runner_driver import PAGE, Driver, Request, greedy
 

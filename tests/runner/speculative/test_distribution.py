@@ -13,7 +13,7 @@ from banyan.ops.bind import bind
 from banyan.ops.sampling import support
 from banyan.runner.batch import Batch
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.sampling.sampler import Sampler
+from banyan.runner.sampler import Sampler
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative.drafting import Drafting, TargetHiddenStates, count_accepted
 

@@ -7,8 +7,7 @@ import pytest
 
 from banyan.base.draft_tree import paths_of
 from banyan.config.schema import SpeculativeConfig
-from banyan.runner.speculative import DRAFTERS
-from banyan.runner.speculative.base import Tree
+from banyan.runner.speculative import DRAFTERS, Tree
 from banyan.runner.speculative.draft_runner import DraftRunner
 from banyan.runner.speculative.ngram import Breadth, Ngram, grow
 from tests.support.flags import config_of

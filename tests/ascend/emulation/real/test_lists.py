@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from banyan.ascend.expert_exchange import A2, A3
 from banyan.ascend.ops import operators
 from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.product_contracts import A2, A3
 from banyan.ascend.selfcheck import cases
 from tests.ascend.emulation import operators as emulated
 from tests.ascend.emulation.exchange_cases import exchange_cases

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banyan.ascend.expert_exchange import A3, FUSED
 from banyan.ascend.ops import contracts, product_contracts
 from banyan.ascend.ops.contracts import exchanged
 from banyan.ascend.ops.latent_contracts import WHOLLY, PrologWeights
 from banyan.ascend.ops.operators import Fuser, Operators, Sent
+from banyan.ascend.ops.product_contracts import A3, FUSED
 from banyan.ops.experts_api import Ranks
 
 HALF = torch.bfloat16

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The line for each node, to be run there beside its .env file.
+# The line for each node, to be run there next to its .env file.
 
 # 192.0.2.11
 docker run --rm --name prefill-0-0 --privileged --network host --ipc host \

@@ -1,5 +1,5 @@
 #!/bin/sh
-# On 192.0.2.21, beside decode-0-0.env.
+# On 192.0.2.21, next to decode-0-0.env.
 set -a
 . "$(dirname "$0")/decode-0-0.env"
 set +a

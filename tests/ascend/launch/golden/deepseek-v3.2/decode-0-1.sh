@@ -1,5 +1,5 @@
 #!/bin/sh
-# On 192.0.2.22, beside decode-0-1.env.
+# On 192.0.2.22, next to decode-0-1.env.
 set -a
 . "$(dirname "$0")/decode-0-1.env"
 set +a

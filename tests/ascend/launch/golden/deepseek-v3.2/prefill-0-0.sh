@@ -1,5 +1,5 @@
 #!/bin/sh
-# On 192.0.2.11, beside prefill-0-0.env.
+# On 192.0.2.11, next to prefill-0-0.env.
 set -a
 . "$(dirname "$0")/prefill-0-0.env"
 set +a

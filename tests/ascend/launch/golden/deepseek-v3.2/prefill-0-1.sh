@@ -1,5 +1,5 @@
 #!/bin/sh
-# On 192.0.2.12, beside prefill-0-1.env.
+# On 192.0.2.12, next to prefill-0-1.env.
 set -a
 . "$(dirname "$0")/prefill-0-1.env"
 set +a
