@@ -285,7 +285,7 @@ def test_a_stream_holds_no_room_for_its_body(site: Site) -> None:
         lines = answer.iter_lines()  # one that is let go closes the stream
         next(lines)
         (context,) = (e for e in site.app.open_requests if not e.is_probe)
-        assert not context.body
+        assert not context.request.body
 
 
 def test_a_body_that_stalls_is_408() -> None:
