@@ -168,18 +168,13 @@ def open_model(
         device=device,
         kv_units=read_kv_scales(config, model_config, groups.attention.rank),
         adapters=lora_targets,
-        watch=open_expert_watch(config, model_config, groups, traits, ops.recorder),
+        watch=open_expert_watch(config, model_config, groups, traits, ops.recorder, device),
         places=open_expert_map(config, model_config, groups, traits),
         sends_rows=sends_rows(config),
         exchanged=exchanged,
         is_fused=bool(fused_mode(config)),
         side_stream=_open_side_stream(config, model_config, platform),
     )
-    if config.device.memory_saver and not traits.is_host:
-        raise ConfigError(
-            f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
-            hint="leave it out",
-        )
     if model_config.format == "gguf" and not traits.is_host:
         kept = ", ".join(cast(BoundOps, ops).kept_types)
         rest = f"except {kept}" if kept else "all of them"

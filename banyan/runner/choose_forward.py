@@ -124,6 +124,8 @@ def _why_not_captured(model: Model, build: Build, config: RunnerConfig, platform
         return "with DP attention, replicas do not exchange how many rows have drafts"
     if config.aux_hidden_layers or config.carried:
         return "the drafter reads auxiliary hidden states"
+    if build.watch is not None:
+        return "the host reads the choices of experts after each step"
     if build.sends_rows and not build.exchanged:
         return "rows go to the ranks of their experts by counts that the host waits for"
     return _waiting_op(model, build.ops, platform)
