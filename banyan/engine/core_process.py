@@ -313,7 +313,9 @@ def _open_executor(
     if not config.experts.recorder:
         preparers[RecordExperts] = refuse_to_record
     if build.places is not None:
-        preparers[PlaceExperts] = ExpertMover(build, lambda: runner.model).prepare
+        preparers[PlaceExperts] = ExpertMover(
+            build, lambda: runner.model, runner.platform.stream
+        ).prepare
         balance_between_steps(config, model_config, build, lambda: runner.model)
     if runner.drafting is not None:
         preparers[ForgetDrafts] = runner.drafting.prepare_flush

@@ -128,7 +128,8 @@ def open_model(
     phases.done("device")
     dtype = _DTYPES[config.model.activation_dtype]
     offload = open_offload(config.device, platform)
-    toolkit = _open_toolkit(config, config.model, traits, threads, offload is not None)
+    keeps_plain = offload is not None or config.experts.balances  # experts move as bytes
+    toolkit = _open_toolkit(config, config.model, traits, threads, keeps_plain)
     ops = _bind(config, model_config, traits, device, toolkit)
     phases.done("kernels")
     exchanged = exchanged_tokens(config, traits)
@@ -169,7 +170,7 @@ def open_model(
         kv_units=read_kv_scales(config, model_config, groups.attention.rank),
         adapters=lora_targets,
         watch=open_expert_watch(config, model_config, groups, traits, ops.recorder, device),
-        places=open_expert_map(config, model_config, groups, traits),
+        places=open_expert_map(config, model_config, groups, device),
         sends_rows=sends_rows(config),
         exchanged=exchanged,
         is_fused=bool(fused_mode(config)),
@@ -256,11 +257,11 @@ def _open_draft(
 
 
 def _open_toolkit(
-    config: Config, model: LoadConfig, traits: Traits, threads: int, is_offloaded: bool = False
+    config: Config, model: LoadConfig, traits: Traits, threads: int, keeps_plain: bool = False
 ) -> Toolkit:
     """Open what the kernels of one model share, as the flags ask for it."""
     options = {
-        "offload": "plain" if is_offloaded and traits.has_own_forms else "",
+        "offload": "plain" if keeps_plain and traits.has_own_forms else "",
         "quantization": model.quantization,
         "cpu-compiler": config.device.compiler,
         "cpu-isa": config.device.isa,

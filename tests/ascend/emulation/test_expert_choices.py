@@ -2,6 +2,7 @@
 them. Answers are near those of one CPU rank."""
 
 import base64
+import json
 import logging
 from pathlib import Path
 
@@ -70,3 +71,41 @@ def test_choices_are_returned_as_the_cpu_chooses(
         assert same > 0.9 or got["output_ids"] != expected["output_ids"], same
     if layout == "one":
         assert "expert balancedness=" in caplog.text
+
+
+ORDER = [[7, 6, 5, 4, 3, 2, 1, 0, 0, 7]] * 2
+EP = {"tp_size": 2, "ep_size": 2, "cuda_graph_bs": [1, 2, 4]}
+BALANCED = {
+    "enable_eplb": True,
+    "eplb_rebalance_num_iterations": 3,
+    "eplb_rebalance_layers_per_chunk": 1,
+    "eplb_min_rebalancing_utilization_threshold": 1.0,
+}
+JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": 2}
+PLACED = {
+    "copies": EP | {"ep_num_redundant_experts": 2},
+    "copies in turn": EP | {"ep_num_redundant_experts": 2, "ep_dispatch_algorithm": "dynamic"},
+    "a location": EP
+    | {
+        "ep_num_redundant_experts": 2,
+        "init_expert_location": json.dumps({"physical_to_logical_map": ORDER}),
+    },
+    "balanced": EP | BALANCED | {"ep_num_redundant_experts": 2},
+    "balanced, rows sent": EP | BALANCED | {"moe_a2a_backend": "deepep", "deepep_mode": "normal"},
+    "balanced replicas": JOINED | BALANCED,
+}
+IN_TEST = ("copies", "balanced")
+
+
+@pytest.mark.parametrize(
+    "flags", [pytest.param(name, marks=() if name in IN_TEST else IN_ALL) for name in PLACED]
+)
+def test_experts_that_moved_or_have_copies_answer_the_same(
+    npu: EmulatedNpu, model: Path, flags: str, capfd: pytest.CaptureFixture
+) -> None:
+    wanted = ask(model, **CPU, **LAYOUTS["one"])
+    found = ask(model, **PLACED[flags])
+    assert compare(found, wanted, NEAR) >= len(TOKENS)
+    log = capfd.readouterr().err
+    assert ("experts moved: layers=" in log) == ("balanced" in flags)
+    assert ("captured decode steps" in log) == ("balanced" not in flags)

@@ -25,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(engine: Engine) -> tuple:
+    assert engine.flush_cache()
     params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     found = engine.generate(input_ids=PROMPT, sampling_params=params, return_logprob=True)
     return found["output_ids"], found["meta_info"]["output_token_logprobs"]
