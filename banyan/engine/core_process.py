@@ -171,7 +171,7 @@ def run_engine(
         recorders.follow(core, clock.now())
         publisher = None
         if events_config is not None:
-            publisher = _open_publisher(events_config, config.parallel.replica, core)
+            publisher = _open_publisher(events_config, config.parallel.replica, core, secret)
             cleanup.callback(publisher.close)
         loop = EngineLoop(
             core,
@@ -398,7 +398,9 @@ def _settle_multi_step(
     return with_settings(config, {_MULTI_STEP: 1}), settings | {_MULTI_STEP: 1}
 
 
-def _open_publisher(config: KVEvents, replica: int, core: EngineCore) -> KVEventPublisher:
+def _open_publisher(
+    config: KVEvents, replica: int, core: EngineCore, secret: str
+) -> KVEventPublisher:
     adapters = core.scheduler.adapters
     names = LoRANamespaces() if adapters is None else adapters.names
     return KVEventPublisher(
@@ -407,6 +409,7 @@ def _open_publisher(config: KVEvents, replica: int, core: EngineCore) -> KVEvent
         block_tokens=core.scheduler.cache.block_size,
         bare_bytes=WEIGHTS_BYTES,
         adapter_of=names.adapter_of,
+        secret=secret,
     )
 
 
