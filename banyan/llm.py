@@ -30,7 +30,7 @@ from banyan.config.prepare import prepare
 from banyan.config.rules.ignored import flags_that_need_a_server
 from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
-from banyan.engine_client.client import EngineClient, Engines
+from banyan.engine_client.client import ClientLimits, EngineClient, Engines
 from banyan.engine_client.data_parallel import DataParallelClient, agreed
 from banyan.engine_client.text_generator import open_generator
 from banyan.lora.adapter_files import AdapterPlace, checked_name
@@ -40,7 +40,7 @@ from banyan.model_config.model_config import ModelConfig
 from banyan.requests.context import RequestContext
 from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
 from banyan.requests.embeddings import VectorService, prompts_of
-from banyan.requests.generate_response import NativeService
+from banyan.requests.generate_response import NativeService, NativeSettings
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.sampling_params import Limits
 from banyan.requests.sessions import Sessions
@@ -411,7 +411,7 @@ async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> 
 
             mine = of_replica(config, number, f"{folder.path}/joined")
             link, handle = _start(mine, model_config, in_process, on_death, stack)
-            engines.append(EngineClient(link, watchdog_s=config.schedule.watchdog_s))
+            engines.append(EngineClient(link, ClientLimits(watchdog_s=config.schedule.watchdog_s)))
             handles.append(handle)
         parallel = config.parallel
         client = DataParallelClient(
@@ -445,12 +445,14 @@ async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> 
             generator,
             tokenizer,
             limits,
-            defaults=sampling_defaults(config.server),
-            draw_seed=seed_source(config.server),
-            weight_version=config.model.weight_version,
-            incremental=config.server.incremental_output,
-            store=config.cache.store,
-            adapters=adapters,
+            NativeSettings(
+                sampling_defaults(config.server),
+                seed_source(config.server),
+                config.model.weight_version,
+                config.server.incremental_output,
+                config.cache.store,
+            ),
+            adapters,
         )
         vectors = VectorService(generator, tokenizer, limits, config.model.weight_version)
         mine = (client, ready, tokenizer, limits, native, vectors, Sessions(), adapters, handles)

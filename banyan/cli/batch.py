@@ -18,15 +18,15 @@ from banyan.config.prepare import prepare
 from banyan.config.rules.ignored import flags_that_need_a_server
 from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
-from banyan.engine_client.client import EngineClient
+from banyan.engine_client.client import ClientLimits, EngineClient
 from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.messages.transport import PrivateFolder, SocketFrontLink
 from banyan.scheduler.routing import ROUTES
-from banyan.server.batches.lines import BatchLine, ServerEnding, read_lines, run_lines
+from banyan.server.batch_lines import BatchLine, ServerEnding, read_lines, run_lines
 from banyan.server.lifecycle.startup import open_service
 from banyan.server.processes import start_engine_process
 from banyan.server.state import ServerState
-from banyan.server.store.batch_output import AnswerLog
+from banyan.server.store.batches import AnswerLog
 from banyan.server.tool_servers.start import start_tool_servers
 
 log = logger(__name__)
@@ -113,7 +113,9 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
         stack.callback(folder.close)
         addresses = [folder.address(f"front{i}") for i in range(config.parallel.dp)]
         watchdog_s = config.schedule.watchdog_s
-        engines = [EngineClient(SocketFrontLink(a), watchdog_s=watchdog_s) for a in addresses]
+        engines = [
+            EngineClient(SocketFrontLink(a), ClientLimits(watchdog_s=watchdog_s)) for a in addresses
+        ]
         parallel = config.parallel
         fleet = DataParallelClient(
             engines, ROUTES.load(parallel.load_balance), parallel.uses_dp_attention

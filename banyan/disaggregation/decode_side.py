@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from banyan.base.hosts import is_loopback
 from banyan.base.log import logger, printable
+from banyan.base.os import is_loopback
 from banyan.disaggregation import wire
 from banyan.disaggregation.transfer import End, EndedTransfers, LoopThread, TransferOptions
 from banyan.disaggregation.transfer_engine import LandingSlots, TransferEngine, code_of, open_slots

@@ -21,10 +21,10 @@ from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.memory import let_go
+from banyan.base.os import WakeEvent
 from banyan.base.trace import Marks
-from banyan.base.wake import WakeEvent
 from banyan.config.defaults import with_settings
-from banyan.config.kv_events import KVEvents, kv_events
+from banyan.config.observability import KVEvents, kv_events
 from banyan.config.schema import Config, ParallelConfig
 from banyan.dp_attention.network_clock import open_network_clock
 from banyan.dp_attention.step_clock import StepClock, open_step_clock

@@ -22,9 +22,9 @@ import msgspec
 import zmq
 
 from banyan.base.errors import ConfigError
-from banyan.base.hosts import is_loopback
 from banyan.base.log import logger
-from banyan.config.kv_events import KVEvents, replay_code
+from banyan.base.os import is_loopback
+from banyan.config.observability import KVEvents, replay_code
 from banyan.kv_cache.cache_events import Removed, Stored
 from banyan.lora.scheduling import id_of
 

@@ -17,7 +17,7 @@ from banyan.base.memory import give_back
 from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
-from banyan.config.hicache import can_have_store
+from banyan.config.rules.cache import can_have_store
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.config.speculation import longest_branch
 from banyan.engine.placement import device_number, is_placed, place_rank
@@ -374,6 +374,7 @@ def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
         and (bool(config.handoff.role) or can_have_store(config, opened.model_config)),
         multi_step=config.schedule.multi_step,
         branching=longest_branch(config.speculative),
+        raw_logprobs=config.schedule.raw_logprobs,
         reads_all=config.model.is_watched or opened.build.watch is not None,
     )
 

@@ -31,8 +31,6 @@ log = logger(__name__)
 _CHECKS_PER_TIMEOUT = 8
 """Health checks per heartbeat deadline."""
 _MAX_CHECK_INTERVAL_S = 1.0
-MAX_WAITING_EVENTS = 4096
-"""Events that a stream buffers for a slow reader; one more aborts its request."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,6 @@ class Engines(Protocol):
 
     @property
     def stats(self) -> Stats: ...
-    @property
-    def stats_at_s(self) -> float: ...
-    @property
-    def num_open(self) -> int: ...
     async def ready(self) -> Ready: ...
     def submit(self, generate: Generate) -> EventStream: ...
     def refuse_if_full(self) -> None: ...
@@ -87,17 +81,33 @@ class Replicas(Engines, Protocol):
     ) -> list[tuple[int, Reply]]: ...
 
 
+@dataclass(frozen=True)
+class ClientLimits:
+    """Limits of an EngineClient.
+
+    Attributes:
+        heartbeat_timeout_s: silence of the engine or of a rank after which it counts as stuck and
+            its streams end.
+        watchdog_s: age of a step after which it counts as stuck; bounds heartbeat_timeout_s.
+        max_waiting_events: events that a stream buffers for a slow reader; one more aborts its
+            request.
+        max_open: most open requests, running or waiting; 0 = no limit.
+        max_queued: length of the engine's queue; 0 = no limit.
+    """
+
+    heartbeat_timeout_s: float = 20.0
+    watchdog_s: float = 300.0
+    max_waiting_events: int = 4096
+    max_open: int = 0
+    max_queued: int = 0
+
+
 class EngineClient:
     """The client of one engine. Call it from one event loop only.
 
     Args:
         link: this side of the link; `close` closes it.
         origin: name of this client, if an engine serves several.
-        heartbeat_timeout_s: silence of the engine or of a rank after which it counts as stuck and
-            its streams end.
-        watchdog_s: age of a step after which it counts as stuck; bounds heartbeat_timeout_s.
-        max_open: most open requests, running or waiting; 0 = no limit.
-        max_queued: length of the engine's queue; 0 = no limit.
         is_kept_up: a supervisor replaces a lost engine or calls `give_up`; a stuck engine counts
             as lost.
     """
@@ -105,14 +115,10 @@ class EngineClient:
     def __init__(
         self,
         link: FrontLink,
+        limits: ClientLimits | None = None,
         *,
         clock: Clock | None = None,
         origin: str = "",
-        heartbeat_timeout_s: float = 20.0,
-        watchdog_s: float = 300.0,
-        max_waiting_events: int = MAX_WAITING_EVENTS,
-        max_open: int = 0,
-        max_queued: int = 0,
         is_kept_up: bool = False,
     ) -> None:
         self.stats = Stats()
@@ -129,11 +135,8 @@ class EngineClient:
         self._throughput = ThroughputEstimate()
         self._clock = clock or WallClock()
         self._origin = origin
-        self._heartbeat_timeout_s = min(heartbeat_timeout_s, watchdog_s)
-        self._watchdog_s = watchdog_s
-        self._max_waiting_events = max_waiting_events
-        self._max_open = max_open
-        self._max_queued = max_queued
+        self._limits = limits = limits or ClientLimits()
+        self._heartbeat_timeout_s = min(limits.heartbeat_timeout_s, limits.watchdog_s)
         self._is_kept_up = is_kept_up
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_numbers = itertools.count(1)
@@ -187,16 +190,17 @@ class EngineClient:
         self._refuse_unless_ready()
         if generate.request in self.streams:
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
-        if self._max_open and len(self.streams) >= self._max_open:
+        most = self._limits.max_open
+        if most and len(self.streams) >= most:
             raise RequestError(
-                f"{len(self.streams)} sequences are open; at most {self._max_open} are taken",
+                f"{len(self.streams)} sequences are open; at most {most} are taken",
                 status=429,
                 code="too_many_requests",
                 hint="Try again later",
             )
         self.refuse_if_full()
         self._refuse_unless_sendable(generate)
-        stream = EventStream(self, generate, self._max_waiting_events, self._is_kept_up)
+        stream = EventStream(self, generate, self._limits.max_waiting_events, self._is_kept_up)
         self.streams.add(stream, is_queued=not generate.grammar)
         self._connection.post(generate)
         return stream
@@ -204,9 +208,9 @@ class EngineClient:
     def refuse_if_full(self) -> None:
         """RequestError 503 if the engine's queue is certainly full: more requests are open than
         can run and wait. Refusing here saves parsing the request and a message to the engine."""
-        if not self._max_queued or self._ready is None:
+        if not self._limits.max_queued or self._ready is None:
             return
-        if self.streams.num_queued >= self._ready.max_running + self._max_queued:
+        if self.streams.num_queued >= self._ready.max_running + self._limits.max_queued:
             raise RequestError("The request queue is full.", status=503, code="queue_full")
 
     def take_over(self, stream: EventStream) -> None:
@@ -338,7 +342,7 @@ class EngineClient:
         if self.stats.silent_s > self._heartbeat_timeout_s:
             rank, silent_s = self.stats.silent_rank, self.stats.silent_s
             return Health(True, True, False, f"Rank {rank} has not run for {silent_s:.1f} s.")
-        if self.stats.step_age_s > self._watchdog_s:
+        if self.stats.step_age_s > self._limits.watchdog_s:
             age_s = self.stats.step_age_s
             return Health(True, True, False, f"A step has been running for {age_s:.1f} s.")
         return Health(True, True, True)
@@ -347,16 +351,6 @@ class EngineClient:
         """This engine alone."""
         is_alive = self._ready is not None
         return [Replica(0, is_alive, self._ready, self.stats, self._throughput.per_s)]
-
-    @property
-    def num_open(self) -> int:
-        """Number of open requests."""
-        return len(self.streams)
-
-    @property
-    def open_tokens(self) -> int:
-        """Tokens of the open requests: prompts plus the longest possible outputs."""
-        return self.streams.tokens
 
     def _refuse_unless_ready(self) -> None:
         if self._lost:

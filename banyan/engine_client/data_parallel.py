@@ -99,7 +99,7 @@ class DataParallelClient:
         if wanted >= 0:
             return self._engines[wanted].submit(generate)
         alive = self._working() or self._alive() or self._engines
-        requests, tokens = [e.num_open for e in alive], [e.open_tokens for e in alive]
+        requests, tokens = [len(e.streams) for e in alive], [e.streams.tokens for e in alive]
         stream = alive[self._route(requests, tokens, self._sent)].submit(generate)
         self._sent += 1
         return stream
@@ -163,7 +163,7 @@ class DataParallelClient:
         """Move the requests that wait for a lost engine to live engines, if there are any."""
         able = () if self._is_prefill_side else self._working()
         for stream in lost.streams.release() if able else ():
-            requests, tokens = [e.num_open for e in able], [e.open_tokens for e in able]
+            requests, tokens = [len(e.streams) for e in able], [e.streams.tokens for e in able]
             able[self._route(requests, tokens, self._sent)].take_over(stream)
             self._sent += 1
 
@@ -184,10 +184,6 @@ class DataParallelClient:
         return [replace(part, rank=number) for number, part in enumerate(parts)]
 
     @property
-    def num_open(self) -> int:
-        return sum(engine.num_open for engine in self._engines)
-
-    @property
     def stats(self) -> Stats:
         """Sums over the engines; ages are the maximum."""
         parts = [msgspec.structs.asdict(engine.stats) for engine in self._engines]
@@ -195,10 +191,6 @@ class DataParallelClient:
         silent = max(parts, key=lambda part: part["silent_s"])
         oldest = {"step_age_s": max(part["step_age_s"] for part in parts)}
         return Stats(**sums | oldest | {k: silent[k] for k in ("silent_rank", "silent_s")})
-
-    @property
-    def stats_at_s(self) -> float:
-        return min(engine.stats_at_s for engine in self._engines)
 
     def _working(self) -> list[EngineClient]:
         return [engine for engine in self._engines if engine.health().progressing]

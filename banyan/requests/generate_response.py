@@ -6,6 +6,7 @@ Streams are cumulative by default: each chunk repeats the whole answer so far.
 import base64
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -38,17 +39,32 @@ def _as_it_is(triples: list[list[object]]) -> object:
     return triples
 
 
+@dataclass(frozen=True)
+class NativeSettings:
+    """Settings of /generate.
+
+    Attributes:
+        defaults, draw_seed: sampling parameters and seed of requests without them.
+        incremental: each streamed chunk holds only the new part.
+        store: backend of the hierarchical cache; "" = none.
+        pack: serialises a list of log-probabilities. An answer may have a million, and as many
+            small objects would stall the event loop.
+    """
+
+    defaults: Mapping[str, object] = field(default_factory=lambda: NATIVE_DEFAULTS)
+    draw_seed: DrawSeed = fresh_seed
+    weight_version: str = "default"
+    incremental: bool = False
+    store: str = ""
+    pack: Pack = _as_it_is
+
+
 class NativeService:
     """Parses requests of /generate and renders their answers. Shared by the route and the offline
     Engine.
 
     Args:
-        defaults, draw_seed: sampling parameters and seed of requests without them.
-        incremental: each streamed chunk holds only the new part.
-        store: backend of the hierarchical cache; "" = none.
         adapters: adapters that requests may name; None = none.
-        pack: serialises a list of log-probabilities. An answer may have a million, and as many
-            small objects would stall the event loop.
     """
 
     def __init__(
@@ -56,26 +72,15 @@ class NativeService:
         generator: Generator,
         tokenizer: Tokenizer | None,
         limits: Limits,
-        *,
-        defaults: Mapping[str, object] = NATIVE_DEFAULTS,
-        draw_seed: DrawSeed = fresh_seed,
-        weight_version: str = "default",
-        incremental: bool = False,
-        store: str = "",
-        pack: Pack = _as_it_is,
+        settings: NativeSettings | None = None,
         adapters: AdapterNames | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._adapters = adapters
-        self._store = store
-        self._pack = pack
+        self.settings = settings or NativeSettings()
         self._generator = generator
         self._tokenizer = tokenizer
         self.limits = limits
-        self._defaults = defaults
-        self._draw_seed = draw_seed
-        self._weight_version = weight_version
-        self.is_incremental = incremental
         self._clock = clock or WallClock()
 
     async def read(
@@ -118,7 +123,7 @@ class NativeService:
         so_far: dict[int, TextChunk] = {}
         async with aclosing(run(self._generator, asked)) as chunks:
             async for i, chunk in chunks:
-                if not self.is_incremental:
+                if not self.settings.incremental:
                     so_far[i] = chunk = join([so_far[i], chunk]) if i in so_far else chunk
                 work = partial(self._render, request.sequences[i], chunk, started_s)
                 answer = await off_loop(shown_bytes([chunk]), work)
@@ -132,8 +137,8 @@ class NativeService:
             body,
             tokenizer=self._tokenizer,
             limits=self.limits,
-            defaults=self._defaults,
-            draw_seed=self._draw_seed,
+            defaults=self.settings.defaults,
+            draw_seed=self.settings.draw_seed,
             context=context,
             adapters=self._adapters,
         )
@@ -149,11 +154,11 @@ class NativeService:
             "completion_tokens": usage.output_tokens,
             "cached_tokens": usage.cached_tokens,
             "num_retractions": usage.retractions,
-            "weight_version": self._weight_version,
+            "weight_version": self.settings.weight_version,
         }
         meta |= cache_miss([usage])
-        if self._store:
-            meta["cached_tokens_details"] = cached_details([usage], self._store)
+        if self.settings.store:
+            meta["cached_tokens_details"] = cached_details([usage], self.settings.store)
         if chunk.finish is not None:
             meta["e2e_latency"] = self._clock.now() - started_s
             if usage.drafts is not None:
@@ -173,7 +178,7 @@ class NativeService:
     def _scores(self, sequence: NativeSequence, chunk: TextChunk) -> dict[str, object]:
         shown: dict[str, object] = {"output_token_logprobs_length": len(chunk.output_scores)}
         for part, scores in (("input", chunk.prompt_scores), ("output", chunk.output_scores)):
-            shown[f"{part}_token_logprobs"] = self._pack(
+            shown[f"{part}_token_logprobs"] = self.settings.pack(
                 [self._triple(sequence, s.logprob, s.token) for s in scores]
             )
             if sequence.show_top:
@@ -198,7 +203,9 @@ class NativeService:
     ) -> object:
         if score.logprob is None:
             return None
-        return self._pack([self._triple(sequence, logprob, token) for logprob, token in pairs])
+        return self.settings.pack(
+            [self._triple(sequence, logprob, token) for logprob, token in pairs]
+        )
 
     def _triple(self, sequence: NativeSequence, logprob: float | None, token: int) -> list[object]:
         if not sequence.show_score_text or self._tokenizer is None:

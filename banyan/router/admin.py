@@ -70,8 +70,8 @@ async def list_workers(exchange: HttpExchange, state: RouterState) -> None:
 
 async def workers(exchange: HttpExchange, state: RouterState) -> None:
     """GET lists them, POST adds one."""
-    if exchange.method == "POST":
-        worker = await _add(exchange, state, await exchange.json_object())
+    if exchange.request.method == "POST":
+        worker = await _add(exchange, state, await exchange.request.json_object())
         body = {
             "status": "accepted",
             "worker_id": str(worker.number),
@@ -94,8 +94,8 @@ async def workers(exchange: HttpExchange, state: RouterState) -> None:
 
 async def worker(exchange: HttpExchange, state: RouterState) -> None:
     """GET describes a worker, DELETE removes it."""
-    one = _named(state, exchange.tail)
-    if exchange.method == "DELETE":
+    one = _named(state, exchange.request.tail)
+    if exchange.request.method == "DELETE":
         _remove(state, one)
         await exchange.json({"status": "accepted", "worker_id": str(one.number), "url": one.url})
         return
@@ -104,12 +104,12 @@ async def worker(exchange: HttpExchange, state: RouterState) -> None:
 
 async def add_worker(exchange: HttpExchange, state: RouterState) -> None:
     """Older form of adding a worker: ?url=."""
-    one = await _add(exchange, state, dict(exchange.query))
+    one = await _add(exchange, state, dict(exchange.request.query))
     await exchange.text(f"Successfully added worker: {one.url}")
 
 
 async def remove_worker(exchange: HttpExchange, state: RouterState) -> None:
-    one = _named(state, exchange.query.get("url", ""))
+    one = _named(state, exchange.request.query.get("url", ""))
     _remove(state, one)
     await exchange.text(f"Successfully removed worker: {one.url}")
 
@@ -290,7 +290,7 @@ _ADDED = "workers that are added or started again later have no pin: send it aga
 async def pin_prefix(exchange: HttpExchange, state: RouterState) -> None:
     """Pin a prompt in the cache of every worker, under one name."""
     request = outgoing(exchange)
-    fields = await exchange.json_object()
+    fields = await exchange.request.json_object()
     name = fields.get("rid")
     if "rid" not in fields:
         name = f"pin-{uuid4().hex}"

@@ -18,7 +18,7 @@ import zmq.asyncio
 from banyan.base.errors import BanyanError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger, printable
-from banyan.config.kv_events import replay_code
+from banyan.config.observability import replay_code
 from banyan.router.config import RouterConfig
 from banyan.router.upstream import WorkerLost, WorkerUnreachable
 from banyan.router.worker import Worker

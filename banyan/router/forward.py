@@ -104,9 +104,9 @@ class BufferedResponse:
 async def forward(exchange: HttpExchange, state: RouterState) -> None:
     """Handler of routes whose requests generate: any worker, or any pair of workers, answers."""
     is_paired = state.settings.pool.is_paired
-    if is_paired and exchange.path not in PATHS:
+    if is_paired and exchange.request.path not in PATHS:
         raise RequestError(
-            f"{exchange.path} is not shared by prefill and decode servers",
+            f"{exchange.request.path} is not shared by prefill and decode servers",
             status=501,
             code="not_routed",
             hint=f"These are: {', '.join(PATHS)}",
@@ -126,7 +126,9 @@ async def forward_to_owner(exchange: HttpExchange, state: RouterState) -> None:
 
 async def forward_response(exchange: HttpExchange, state: RouterState) -> None:
     """Handler of POST /v1/responses, which may continue a response that one worker stores."""
-    continues = b'"previous_response_id"' in exchange.body and not state.settings.pool.is_paired
+    continues = (
+        b'"previous_response_id"' in exchange.request.body and not state.settings.pool.is_paired
+    )
     await (forward_to_owner if continues else forward)(exchange, state)
 
 
@@ -181,13 +183,13 @@ class ForwardedRequest:
             RequestError: 503 if no worker answers.
         """
         exchange, pool = self._exchange, self._state.pool
-        is_read = pool.reads_prompts and bool(exchange.body)
-        prompt = await prompt_of(exchange.body) if is_read else b""
+        is_read = pool.reads_prompts and bool(exchange.request.body)
+        prompt = await prompt_of(exchange.request.body) if is_read else b""
         tokenizer_worker = pool.tokenizer_worker if is_read else None
         tokens: Sequence[int] = ()
         if tokenizer_worker is not None:
-            tokens = await tokens_of(exchange.body, self._request.headers, tokenizer_worker)
-        asked = RoutingRequest(prompt, exchange.header(ROUTING_KEY), tokens)
+            tokens = await tokens_of(exchange.request.body, self._request.headers, tokenizer_worker)
+        asked = RoutingRequest(prompt, exchange.request.header(ROUTING_KEY), tokens)
         most = len(pool.workers) if self._again is not RETRIED_STATUSES else 1 + self._retry.most
         for number in range(1 if self._retry.is_off else most):
             proxy = await self._pick(asked)
@@ -299,7 +301,7 @@ class ForwardedRequest:
             if not exchange.started:
                 await exchange.relay(answer.status, lines)
                 exchange.streaming = events is not None
-                exchange.drop_body()
+                exchange.request.drop_body()
                 self._request.body = b""
             await exchange.piece(ready)
         if not exchange.started:
@@ -313,18 +315,18 @@ def outgoing(exchange: HttpExchange) -> OutgoingRequest:
     Raises:
         RequestError: 400 if the query has bytes that HTTP cannot carry.
     """
-    target = urllib.parse.quote(exchange.path).encode()
-    if exchange.raw_query:
-        target += b"?" + exchange.raw_query
+    target = urllib.parse.quote(exchange.request.path).encode()
+    if exchange.request.raw_query:
+        target += b"?" + exchange.request.raw_query
     if not _TARGET.fullmatch(target):
         raise RequestError("the query has a byte that is no printable ASCII", code="invalid_query")
     headers = [
         (name, value.strip(b" \t"))
-        for name, value in exchange.headers.items()
+        for name, value in exchange.request.headers.items()
         if name not in _NOT_SENT and not name.startswith(b"sec-")
     ]
-    method = "GET" if exchange.method == "HEAD" else exchange.method
-    return OutgoingRequest(method, target, headers, exchange.body)
+    method = "GET" if exchange.request.method == "HEAD" else exchange.request.method
+    return OutgoingRequest(method, target, headers, exchange.request.body)
 
 
 def is_worker_good(answer: UpstreamResponse, body: bytes, asked: Headers) -> bool | None:

@@ -446,7 +446,9 @@ class ModelRunner:
         scored, scores = None, None
         if batch.wanted & SCORE:
             scored = ScoredPositions.of(batch, self._table)
-            scores = StepScores(scored, batch, self._table, self._device, self._build.ops)
+            scores = StepScores(
+                scored, batch, self._table, self._device, self._build.ops, self._config.raw_logprobs
+            )
         self._score_known(batch, scored, scores)
         samples = bool(batch.wanted & SAMPLE)
         if not samples and (self._dp_step is None or not self._dp_step.has_outputs):
@@ -468,6 +470,8 @@ class ModelRunner:
                 rows = verified.places[rows]
             chosen = copy_to(rows, self._device)
             assert logits is not None, "a step that scores does not sample by itself"
+            if not self._config.raw_logprobs:
+                logits = sampled.edited_logits(logits)
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return here, scores, verified
 
@@ -524,7 +528,7 @@ class ModelRunner:
         tokens = sampled.tokens
         if self._ranks.size > 1:
             tokens = self._ranks.broadcast(tokens)
-        return Sampled(tokens, sampled.best, sampled.failed | failed)
+        return replace(sampled, tokens=tokens, failed=sampled.failed | failed)
 
 
 def _masks_of(

@@ -8,9 +8,8 @@ import banyan
 from banyan.base.errors import ConfigError
 from banyan.config.cli import default_of, help_text, parse
 from banyan.config.env import Environment
-from banyan.config.flags.absent import REPLACED
 from banyan.config.flags.flag import FLOAT, FLOATS, INT, INTS, JSON, SWITCH, WORDS, Absent, Flag
-from banyan.config.flags.table import GROUPS, find, known_flags
+from banyan.config.flags.table import GROUPS, REPLACED, find, known_flags
 from banyan.config.schema import Config
 
 PACKAGE = Path(banyan.__file__).parent

@@ -38,7 +38,8 @@ def test_the_page_is_what_the_tables_say() -> None:
 
 def test_the_readme_tells_how_many_flags_work() -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert count_line() in readme, f"the README should say: {count_line()}"
+    count = count_line().partition(",")[0]
+    assert count in readme, f"the README should say: {count}"
 
 
 @pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from banyan.config.kv_events import KVEvents, replay_code
+from banyan.config.observability import KVEvents, replay_code
 from banyan.engine.kv_events import KVEventPublisher, replay_endpoint
 from banyan.kv_cache.cache_events import Removed
 

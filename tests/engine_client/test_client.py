@@ -47,7 +47,7 @@ async def test_a_stream_brings_all_tokens_in_order_and_one_end():
         tokens = b"".join(e.tokens for e in events if isinstance(e, Tokens))
         assert tokens == b"".join(i.to_bytes(4, "little") for i in range(1, 9))
         assert [type(e) for e in events].count(Finished) == 1
-        assert isinstance(events[-1], Finished) and client.num_open == 0
+        assert isinstance(events[-1], Finished) and len(client.streams) == 0
 
 
 @asynchronous
@@ -82,7 +82,7 @@ async def test_an_id_is_free_again_once_its_abort_is_confirmed():
         client.submit(generate("same")).close()
         with pytest.raises(RequestError):
             client.submit(generate("same"))
-        await until(lambda: client.num_open == 0)
+        await until(lambda: len(client.streams) == 0)
         engine.hold = False
         events = await events_of(client.submit(generate("same")))
         assert events[-1].reason == "length" and len(events[-1:]) == 1
@@ -100,7 +100,7 @@ async def test_a_request_that_no_frame_can_hold_is_refused_alone(unsendable):
         other = client.submit(generate("other"))
         with pytest.raises(RequestError, match="cannot be sent") as caught:
             client.submit(structs.replace(generate("bad"), **unsendable))
-        assert caught.value.status == 400 and client.num_open == 1
+        assert caught.value.status == 400 and len(client.streams) == 1
         with pytest.raises(RequestError, match="cannot be sent"):
             await client.control("stats", number=2**64)
         engine.hold = False
@@ -118,7 +118,7 @@ async def test_more_requests_than_may_be_open_are_refused_with_429():
             client.submit(generate("c"))
         assert caught.value.status == 429
         first.close()
-        await until(lambda: client.num_open == 1)
+        await until(lambda: len(client.streams) == 1)
         client.submit(generate("c"))
 
 
@@ -214,7 +214,7 @@ async def test_the_engines_death_gives_every_open_stream_one_503_and_refuses_the
             ]
         with pytest.raises(RequestError, match="killed by signal 9") as caught:
             client.submit(generate("next"))
-        assert caught.value.status == 503 and client.num_open == 0
+        assert caught.value.status == 503 and len(client.streams) == 0
         assert not client.health().alive
 
 
@@ -235,7 +235,7 @@ async def test_the_engines_last_word_ends_streams_and_calls():
 async def test_a_request_that_finished_before_the_engine_died_keeps_its_end():
     async with serving(counting) as (client, _):
         stream = client.submit(generate())
-        await until(lambda: client.num_open == 0)
+        await until(lambda: len(client.streams) == 0)
         client.engine_lost("gone")
         events = await events_of(stream)
         assert isinstance(events[-1], Finished)
@@ -249,7 +249,7 @@ async def test_a_reader_who_does_not_read_is_cut_off_at_a_bound():
         stream = client.submit(generate())
         for i in range(50):
             engine.say(Tokens(RequestId("r"), i, b"\1\0\0\0"))
-        await until(lambda: client.num_open == 0)
+        await until(lambda: len(client.streams) == 0)
         assert Abort(RequestId("r")) in engine.received
         events = await events_of(stream)
         assert len(events) == 11 and events[-1].code == "slow_reader"
@@ -323,7 +323,7 @@ async def test_a_stuck_engine_s_streams_end_with_one_503_and_their_requests_are_
         events = await events_of(stream)
         assert [(e.status, e.code) for e in events] == [(503, "engine_stuck")]
         assert "No heartbeat for 1.0 s" in events[0].text
-        await until(lambda: client.num_open == 0)
+        await until(lambda: len(client.streams) == 0)
         assert engine.received.count(Abort(RequestId("r"))) == 1
         engine.hold = False
         engine.say(Stats())
@@ -366,7 +366,7 @@ async def test_the_id_of_a_stuck_request_stays_taken_until_the_engine_lets_go():
         with pytest.raises(RequestError, match="Duplicate request ID"):
             client.submit(generate())
         engine.say(Finished(RequestId("r"), "abort", 1, 0, 0))
-        await until(lambda: client.num_open == 0)
+        await until(lambda: len(client.streams) == 0)
 
 
 @asynchronous
@@ -409,6 +409,6 @@ async def test_five_hundred_random_aborts_leave_no_task_and_no_entry():
             stream.close()
 
         await asyncio.gather(*(one(i) for i in range(500)))
-        await until(lambda: client.num_open == 0)
+        await until(lambda: len(client.streams) == 0)
         assert engine.live == {} and client._calls == {} and client._connection._outbox == []
         assert len(asyncio.all_tasks()) == tasks_before

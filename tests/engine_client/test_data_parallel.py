@@ -44,13 +44,13 @@ async def test_requests_go_where_the_route_says_and_all_end():
         for engine in engines:
             engine.hold = True
         streams = [fleet.submit(generate(str(i))) for i in range(6)]
-        assert [client.num_open for client in clients] == [3, 3] and fleet.num_open == 6
-        assert [client.open_tokens for client in clients] == [15, 15]
+        assert [len(client.streams) for client in clients] == [3, 3]
+        assert [client.streams.tokens for client in clients] == [15, 15]
         for stream in streams:
             fleet.abort(stream.request)
         ends = [(await events_of(stream))[-1] for stream in streams]
         assert all(isinstance(end, Finished) for end in ends)
-        assert [client.open_tokens for client in clients] == [0, 0]
+        assert [client.streams.tokens for client in clients] == [0, 0]
 
 
 @asynchronous
@@ -62,7 +62,7 @@ async def test_a_fleet_is_full_when_all_of_it_is():
         for i in range(17):
             fleet.refuse_if_full()
             fleet.submit(generate(str(i)))
-        clients[0].refuse_if_full() if clients[0].num_open == 8 else clients[1].refuse_if_full()
+        clients[0].refuse_if_full() if len(clients[0].streams) == 8 else clients[1].refuse_if_full()
         fleet.submit(generate("last"))
         with pytest.raises(RequestError, match="queue is full"):
             fleet.refuse_if_full()
@@ -91,7 +91,7 @@ def test_the_method_decides_which_engine_takes_a_request(flags, taken):
                 engine.hold = True
             for i, length in enumerate((90, 4, 4, 4)):
                 fleet.submit(generate(str(i), length))
-            assert [client.num_open for client in clients] == taken
+            assert [len(client.streams) for client in clients] == taken
 
     asynchronous(scenario)()
 

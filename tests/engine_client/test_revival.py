@@ -40,7 +40,7 @@ def asked(engine: FakeEngine) -> list[str]:
 
 @asynchronous
 async def test_what_was_not_answered_runs_on_the_next_engine_and_the_rest_ends_with_one_error():
-    async with serving(counting, is_kept_up=True) as (client, engine):
+    async with serving(counting, kept=True) as (client, engine):
         engine.hold = True
         begun, waits = client.submit(generate("begun")), client.submit(generate("waits"))
         engine.say(Tokens(RequestId("begun"), 0, b"\1\0\0\0"))
@@ -60,12 +60,12 @@ async def test_what_was_not_answered_runs_on_the_next_engine_and_the_rest_ends_w
             assert isinstance((await events_of(waits))[-1], Finished)
             assert asked(other) == ["waits"]
             assert isinstance((await events_of(client.submit(generate("new"))))[-1], Finished)
-        assert client.num_open == 0 and client.open_tokens == 0
+        assert len(client.streams) == 0 and client.streams.tokens == 0
 
 
 @asynchronous
 async def test_a_request_is_run_again_once():
-    async with serving(counting, is_kept_up=True) as (client, engine):
+    async with serving(counting, kept=True) as (client, engine):
         engine.hold = True
         stream = client.submit(generate())
         client.engine_lost("first")
@@ -78,7 +78,7 @@ async def test_a_request_is_run_again_once():
 
 @asynchronous
 async def test_a_request_that_waits_for_an_engine_can_be_aborted():
-    async with serving(counting, is_kept_up=True) as (client, engine):
+    async with serving(counting, kept=True) as (client, engine):
         engine.hold = True
         told, left = client.submit(generate("told")), client.submit(generate("left"))
         client.engine_lost("gone")
@@ -88,14 +88,14 @@ async def test_a_request_that_waits_for_an_engine_can_be_aborted():
             left.close()
             other.say(READY)
             await client.revive(5.0)
-            assert client.num_open == 0
+            assert len(client.streams) == 0
             assert (await client.control("stats")).ok
             assert not any(isinstance(m, Generate | Abort) for m in other.received)
 
 
 @asynchronous
 async def test_when_no_engine_comes_what_waits_ends_with_the_reason():
-    async with serving(counting, is_kept_up=True) as (client, engine):
+    async with serving(counting, kept=True) as (client, engine):
         engine.hold = True
         stream = client.submit(generate())
         client.engine_lost("gone")
@@ -107,7 +107,7 @@ async def test_when_no_engine_comes_what_waits_ends_with_the_reason():
 
 @asynchronous
 async def test_a_lost_engine_that_goes_on_is_not_heard():
-    async with serving(counting, is_kept_up=True) as (client, engine):
+    async with serving(counting, kept=True) as (client, engine):
         engine.hold = True
         stream = client.submit(generate())
         await until(lambda: engine.received)
@@ -122,7 +122,7 @@ async def test_a_lost_engine_that_goes_on_is_not_heard():
 
 @asynchronous
 async def test_the_next_engine_is_what_the_lost_one_was_before_it_gets_requests():
-    async with serving(counting, is_kept_up=True) as (client, engine):
+    async with serving(counting, kept=True) as (client, engine):
         engine.hold = True
         await client.control("update_weights", path="first", flush_cache=True)
         await client.control("update_weights", path="second", flush_cache=True)
@@ -140,7 +140,7 @@ async def test_the_next_engine_is_what_the_lost_one_was_before_it_gets_requests(
 
 @asynchronous
 async def test_an_engine_that_cannot_be_what_the_lost_one_was_is_no_successor():
-    async with serving(counting, is_kept_up=True) as (client, _):
+    async with serving(counting, kept=True) as (client, _):
         await client.control("update_weights", path="gone meanwhile")
         client.engine_lost("gone")
         async with successor(client) as other:
@@ -158,9 +158,7 @@ async def test_an_engine_that_cannot_be_what_the_lost_one_was_is_no_successor():
 @asynchronous
 async def test_a_fleet_gives_what_waits_to_the_others_and_tells_who_comes_back_what_it_missed():
     async with AsyncExitStack() as stack:
-        opened = [
-            await stack.enter_async_context(serving(counting, is_kept_up=True)) for _ in range(2)
-        ]
+        opened = [await stack.enter_async_context(serving(counting, kept=True)) for _ in range(2)]
         (first, engine), (second, heir) = opened
         fleet = DataParallelClient([first, second], lambda requests, tokens, sent: 0)
         engine.hold = True
@@ -168,7 +166,7 @@ async def test_a_fleet_gives_what_waits_to_the_others_and_tells_who_comes_back_w
         first.engine_lost("gone")
         fleet.share_out(first)
         assert isinstance((await events_of(waits))[-1], Finished) and asked(heir) == ["waits"]
-        assert (first.num_open, second.num_open) == (0, 0)
+        assert (len(first.streams), len(second.streams)) == (0, 0)
         assert (await fleet.control("pause")).ok and fleet.health().progressing
         async with successor(first) as other:
             other.say(READY)
@@ -202,7 +200,7 @@ def test_desired_state_leads_from_any_state_to_any_other():
 
 @asynchronous
 async def test_an_engine_that_cannot_have_the_store_again_serves_without_it():
-    async with serving(counting, is_kept_up=True) as (client, _):
+    async with serving(counting, kept=True) as (client, _):
         await client.control("attach_store", store="file")
         client.engine_lost("gone")
         async with successor(client) as other:

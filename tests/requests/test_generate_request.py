@@ -10,7 +10,7 @@ from banyan.base.errors import RequestError
 from banyan.engine_client.text_generator import TextGenerator
 from banyan.messages.requests import NO_SCORES
 from banyan.requests.generate_request import parse_native
-from banyan.requests.generate_response import NativeService
+from banyan.requests.generate_response import NativeService, NativeSettings
 from banyan.requests.request_spec import namespace_of
 from banyan.requests.sampling_params import Limits
 from tests.engine_client.test_client import asynchronous
@@ -65,8 +65,8 @@ def service(client, **options):
         TextGenerator(client, TOKENIZER, LIMITS),
         TOKENIZER,
         LIMITS,
+        NativeSettings(**options),
         clock=VirtualClock(5.0),
-        **options,
     )
 
 
@@ -159,7 +159,7 @@ async def test_a_failure_becomes_an_error_with_its_status_and_ends_the_others():
         client.engine_lost("killed")
         with pytest.raises(RequestError, match="killed"):
             await waiting
-        assert client.num_open == 0
+        assert len(client.streams) == 0
 
 
 @asynchronous
@@ -170,7 +170,7 @@ async def test_leaving_a_batch_stream_aborts_all_its_sequences():
         chunks = native.stream(await native.read(body))
         await anext(chunks)
         await chunks.aclose()
-        await until(lambda: client.num_open == 0 and not engine.live)
+        await until(lambda: len(client.streams) == 0 and not engine.live)
 
 
 def test_prompts_become_sequences_in_answer_order():

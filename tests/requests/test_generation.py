@@ -46,7 +46,7 @@ async def chunks_of(answer, asked, seed=0, tokenizer=TOKENIZER):
     async with serving(answer, seed=seed) as (client, engine):
         generator = TextGenerator(client, tokenizer, LIMITS)
         chunks = [chunk async for chunk in generator.generate(asked)]
-        await until(lambda: client.num_open == 0)
+        await until(lambda: len(client.streams) == 0)
         return chunks, engine.received
 
 
@@ -177,7 +177,7 @@ async def test_closing_the_iterator_early_aborts_the_request():
         await anext(chunks)
         engine.hold = True
         await chunks.aclose()
-        await until(lambda: client.num_open == 0)
+        await until(lambda: len(client.streams) == 0)
         assert any(isinstance(m, Abort) for m in engine.received) or engine.live == {}
 
 
@@ -252,7 +252,7 @@ async def test_what_the_sequences_of_a_request_ask_for_together_is_bounded_with_
             generator = TextGenerator(client, TOKENIZER, limits)
             with pytest.raises(RequestError, match=told):
                 await collect(generator, several)
-            assert client.num_open == 0 and not engine.received, "nothing was begun"
+            assert len(client.streams) == 0 and not engine.received, "nothing was begun"
 
 
 def test_hidden_states_need_the_flag_and_the_last_one_is_never_too_much():
@@ -310,7 +310,7 @@ async def test_one_request_that_is_refused_ends_those_beside_it():
         asked[2] = replace(asked[2], prompt=[])
         with pytest.raises(RequestError, match="empty"):
             await collect(TextGenerator(client, TOKENIZER, LIMITS), asked)
-        await until(lambda: client.num_open == 0)
+        await until(lambda: len(client.streams) == 0)
         kinds = [type(m) for m in engine.received]
         assert kinds.count(Generate) == kinds.count(Abort) == 2
 

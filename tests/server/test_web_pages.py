@@ -16,9 +16,9 @@ from openapi_spec_validator import validate
 from banyan.requests import generate_request as native
 from banyan.requests import sampling_params as sampling
 from banyan.requests.sampling_params import parse_sampling
+from banyan.server import openapi as bodies
 from banyan.server.http.auth import OPEN
 from banyan.server.openai.schema import SAMPLING
-from banyan.server.openapi import bodies
 from banyan.server.routes import all_routes
 from tests.server.fakes import Site
 from tests.support.flags import config_of

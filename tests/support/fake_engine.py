@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from banyan.engine_client.client import EngineClient
+from banyan.engine_client.client import ClientLimits, EngineClient
 from banyan.messages.events import Event, Failed, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import Abort, Control, Generate, StopAt
@@ -187,11 +187,13 @@ class Running:
 
 
 @asynccontextmanager
-async def serving(answer, *, seed=0, ready=True, clock=None, **options):
+async def serving(answer, *, seed=0, ready=True, clock=None, origin="", kept=False, **limits):
     """A started EngineClient and the fake engine behind it."""
     front, link = local_pair()
     engine = FakeEngine(link, answer, random.Random(seed))
-    client = EngineClient(front, clock=clock, **options)
+    client = EngineClient(
+        front, ClientLimits(**limits), clock=clock, origin=origin, is_kept_up=kept
+    )
     task = asyncio.create_task(engine.run())
     await client.start()
     if ready:

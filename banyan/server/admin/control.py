@@ -17,7 +17,7 @@ from banyan.messages.events import LiveRequest, Reply
 from banyan.requests.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 log = logger(__name__)
@@ -89,7 +89,7 @@ async def abort_request(exchange: HttpExchange, state: ServerState) -> None:
     An administrator may abort the requests of others too. An unknown rid is no error.
     """
     state.started()
-    asked = typed(await exchange.json_object(), AbortRequest)
+    asked = typed(await exchange.request.json_object(), AbortRequest)
     if not asked.rid and not asked.abort_all:
         raise RequestError("rid or abort_all must be given", param="rid")
     await exchange.json({"aborted": abort(state, exchange.context, asked.rid, asked.abort_all)})
@@ -127,7 +127,7 @@ async def pause_generation(exchange: HttpExchange, state: ServerState) -> None:
     `abort` ends what runs, `retract` lets it recompute later, `in_place` keeps its pages.
     """
     service = state.admit()
-    mode = typed(await exchange.optional_object(), PauseRequest).mode
+    mode = typed(await exchange.request.optional_object(), PauseRequest).mode
     if mode not in _MODES:
         raise RequestError(f"mode must be one of {', '.join(_MODES)}, got {mode[:40]!r}.")
     state.paused = True
@@ -149,7 +149,7 @@ async def continue_generation(exchange: HttpExchange, state: ServerState) -> Non
 async def configure_logging(exchange: HttpExchange, state: ServerState) -> None:
     """Switch the log of finished requests, and set the log level of this process."""
     service = state.started()
-    raw = await exchange.optional_object()
+    raw = await exchange.request.optional_object()
     for name, value in raw.items():
         if name not in LoggingRequest.__struct_fields__ and value is not None:
             raise RequestError(

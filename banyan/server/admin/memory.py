@@ -14,15 +14,15 @@ from banyan.base.errors import ConfigError, RequestError
 from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import logger, printable
 from banyan.config.devices import facts_of
-from banyan.config.hicache import store_wishes
+from banyan.config.rules.cache import store_wishes
 from banyan.config.schema import CacheConfig
 from banyan.engine_client.data_parallel import agreed
 from banyan.messages.control_ops import GRAPHS, MEMORY_TAGS, USUAL_TAGS
 from banyan.messages.events import BUSY, Reply
 from banyan.server.admin.weights import LOAD_S
-from banyan.server.embeddings.sglang import refuse_fields
+from banyan.server.embeddings import refuse_fields
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 log = logger(__name__)
@@ -65,7 +65,7 @@ async def flush_cache(exchange: HttpExchange, state: ServerState) -> None:
     `timeout` is how long to wait for them, in seconds. `pinned` flushes pinned prompts too.
     """
     state.admit()
-    asked = await exchange.optional_object()
+    asked = await exchange.request.optional_object()
     pinned = asked.get("pinned") in (True, "true", "1")
     reply = await flush(state, _seconds(asked.get("timeout", 0)), pinned)
     await exchange.text(reply.text + "\n", 200 if reply.ok else 400)
@@ -122,7 +122,7 @@ async def resume(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def _tags(exchange: HttpExchange, state: ServerState, default: Sequence[str]) -> list[str]:
-    given = typed(await exchange.optional_object(), MemoryRequest).tags
+    given = typed(await exchange.request.optional_object(), MemoryRequest).tags
     if given is None:
         return list(default)
     if len(given) > _MAX_TAGS:
@@ -145,7 +145,7 @@ async def storage_backend(exchange: HttpExchange, state: ServerState) -> None:
             code="admin_key_needed",
             hint="Start the server with --admin-api-key.",
         )
-    does = {"PUT": _attach, "DELETE": _detach}.get(exchange.method, _show)
+    does = {"PUT": _attach, "DELETE": _detach}.get(exchange.request.method, _show)
     await does(exchange, state)
 
 
@@ -166,7 +166,7 @@ async def _show(exchange: HttpExchange, state: ServerState) -> None:
 async def _attach(exchange: HttpExchange, state: ServerState) -> None:
     """Keep pages in a store from here on; 400 while there are requests, or when that failed."""
     service = state.admit()
-    raw = await exchange.json_object()
+    raw = await exchange.request.json_object()
     refuse_fields(raw, StoreRequest.__struct_fields__, exchange.context, is_strict=True)
     cache = _wished(state.config.cache, typed(raw, StoreRequest))
     try:
@@ -197,7 +197,7 @@ async def _attach(exchange: HttpExchange, state: ServerState) -> None:
 async def _detach(exchange: HttpExchange, state: ServerState) -> None:
     """Let go of the store, once what is on its way has come there; 400 while there are requests."""
     client = state.admit().client
-    asked = typed(await exchange.optional_object(), LeaveRequest)
+    asked = typed(await exchange.request.optional_object(), LeaveRequest)
     force = asked.force in (True, "true", "1")
     deadline_s = time.monotonic() + _SETTLE_S
 

@@ -80,7 +80,7 @@ class CustomLabels:
         Raises:
             RequestError: the header is no JSON object, or a listed label is not a short text.
         """
-        given = exchange.header(self._header.encode())
+        given = exchange.request.header(self._header.encode())
         before = self._now.set(self._read(given) if given else self.none)
         try:
             yield

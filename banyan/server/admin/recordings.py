@@ -16,7 +16,7 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.engine_client.request_log import dump_recordings
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 _START_S = 60.0
@@ -34,7 +34,7 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 async def start_profile(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    raw = await exchange.optional_object()
+    raw = await exchange.request.optional_object()
     for name, value in raw.items():
         if name not in ProfileRequest.__struct_fields__ and value:
             exchange.context.warn_or_refuse(name, "a profile has phases and ops alone")
@@ -92,10 +92,10 @@ dump_record = partial(_record, verb="dump_expert_record")
 async def flight_recorder(exchange: HttpExchange, state: ServerState) -> None:
     """GET: a replica's journal for `banyan replay` and `banyan explain`; `dp_rank`, default 0.
     POST: write the recordings of all replicas, and the last requests, to files."""
-    if exchange.method == "POST":
+    if exchange.request.method == "POST":
         await _write(exchange, state)
         return
-    recordings, asked = state.recordings(), exchange.query.get("dp_rank", "0")
+    recordings, asked = state.recordings(), exchange.request.query.get("dp_rank", "0")
     read = {str(replica): read for replica, read in recordings.items()}.get(asked)
     if read is None:
         raise RequestError(

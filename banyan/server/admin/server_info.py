@@ -13,7 +13,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.config.cli import described, origins
-from banyan.config.kv_events import kv_events
+from banyan.config.observability import kv_events
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replica
 from banyan.messages.events import Ready, Stats, accept_length
@@ -136,7 +136,7 @@ def _name(parser: str) -> str | None:
 async def show_loads(exchange: HttpExchange, state: ServerState) -> None:
     """The load of each replica. Values that this server does not measure are null."""
     state.started()
-    query = exchange.query
+    query = exchange.request.query
     unknown = query.keys() - {"dp_rank", "include", "format"}
     if unknown:
         raise RequestError(f"unknown parameter {sorted(unknown)[0][:80]!r}", param="include")

@@ -51,14 +51,14 @@ class Spans:
 
     @contextlib.contextmanager
     def context(self, exchange: HttpExchange) -> Iterator[None]:
-        given = {name: exchange.header(name.encode()) for name in _CONTEXT}
+        given = {name: exchange.request.header(name.encode()) for name in _CONTEXT}
         came_ns = time.time_ns() - int((time.monotonic() - exchange.began_s) * _NS)
         span = self._tracer.start_span(
-            f"{exchange.method} {exchange.route}",
+            f"{exchange.request.method} {exchange.route}",
             self._headers.extract({name: text for name, text in given.items() if text}),
             SpanKind.SERVER,
             {
-                "http.request.method": exchange.method,
+                "http.request.method": exchange.request.method,
                 "http.route": exchange.route,
                 "banyan.exchange.context.id": exchange.context.id,
             },

@@ -10,9 +10,9 @@ from banyan.base.log import logger, printable
 from banyan.engine_client.data_parallel import agreed
 from banyan.lora.adapter_files import AdapterPlace, checked_name
 from banyan.messages.events import Reply
-from banyan.server.embeddings.sglang import refuse_fields
+from banyan.server.embeddings import refuse_fields
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 log = logger(__name__)
@@ -51,7 +51,7 @@ class VersionRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def update_weights_from_disk(exchange: HttpExchange, state: ServerState) -> None:
     """Load the weights of another checkpoint of the same model; 400 if that fails."""
     service = state.admit()
-    raw = await exchange.json_object()
+    raw = await exchange.request.json_object()
     refuse_fields(raw, WeightsRequest.__struct_fields__, exchange.context, is_strict=True)
     asked = typed(raw, WeightsRequest)
     if asked.load_format not in (None, "auto"):
@@ -76,7 +76,7 @@ async def update_weights_from_disk(exchange: HttpExchange, state: ServerState) -
 
 async def get_weights_by_name(exchange: HttpExchange, state: ServerState) -> None:
     """The first rows of a tensor as lists of numbers; `name` is its name in the checkpoint."""
-    asked = typed(await exchange.optional_object(), WeightRequest)
+    asked = typed(await exchange.request.optional_object(), WeightRequest)
     rows = asked.truncate_size
     if not (isinstance(rows, int) or rows.isascii() and rows.isdecimal() and len(rows) <= 9):
         raise RequestError("truncate_size must be a whole number.", param="truncate_size")
@@ -94,7 +94,7 @@ async def get_weights_by_name(exchange: HttpExchange, state: ServerState) -> Non
 async def update_weight_version(exchange: HttpExchange, state: ServerState) -> None:
     """Change the label of the weights that clients see."""
     service = state.admit()
-    asked = typed(await exchange.json_object(), VersionRequest)
+    asked = typed(await exchange.request.json_object(), VersionRequest)
     if asked.abort_all_requests:
         await service.client.control("abort_all")
     _set_version(state, asked.new_version)
@@ -121,7 +121,7 @@ class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def load_adapter(exchange: HttpExchange, state: ServerState) -> None:
     """Load an adapter, which requests may name afterwards; 400 if that fails."""
     service = state.admit()
-    raw = await exchange.json_object()
+    raw = await exchange.request.json_object()
     refuse_fields(raw, LoadRequest.__struct_fields__, exchange.context, is_strict=True)
     asked = typed(raw, LoadRequest)
     _require_adapters(state)
@@ -146,7 +146,7 @@ async def load_adapter(exchange: HttpExchange, state: ServerState) -> None:
 async def unload_adapter(exchange: HttpExchange, state: ServerState) -> None:
     """Refuse new requests for an adapter, and unload it when its last request has ended."""
     service = state.admit()
-    raw = await exchange.json_object()
+    raw = await exchange.request.json_object()
     refuse_fields(raw, UnloadRequest.__struct_fields__, exchange.context, is_strict=True)
     asked = typed(raw, UnloadRequest)
     _require_adapters(state)

@@ -23,7 +23,7 @@ from banyan.engine_client.request_log import write_line
 from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth
 from banyan.server.http.api_keys import Keys
-from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange, Scope, Send
+from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange, Send
 from banyan.server.http.limits import (
     BodyMemory,
     ClientGone,
@@ -33,6 +33,7 @@ from banyan.server.http.limits import (
     read_body,
     too_late,
 )
+from banyan.server.http.request import Scope
 from banyan.server.http.route import WITH_BODY, Route
 
 log = logger(__name__)
@@ -136,18 +137,20 @@ class App(Generic[S]):
     async def _answer(self, exchange: HttpExchange, receive: Receive) -> None:
         self.open_requests[exchange] = None
         body = ReceivedBody(self._memory)
-        exchange.release_body = body.release
+        exchange.request.release_body = body.release
         exchange.retry_after_s = self.state.retry_after_s
         held = contextlib.ExitStack()
         try:
             route = await self._admit(exchange, held)
             if route is None:
                 return
-            declared = exchange.headers.get(b"content-length")
+            declared = exchange.request.headers.get(b"content-length")
             most = self._most_body(route, exchange)
-            exchange.body = await read_body(receive, declared, most, body)
+            exchange.request.body = await read_body(receive, declared, most, body)
             with contextlib.ExitStack() as within:
-                for enter in self.state.request_scopes if exchange.method in WITH_BODY else ():
+                for enter in (
+                    self.state.request_scopes if exchange.request.method in WITH_BODY else ()
+                ):
                     within.enter_context(enter(exchange))
                 await self._run(route, exchange, receive)
         except RequestError as error:
@@ -157,13 +160,15 @@ class App(Generic[S]):
             pass
         except Exception:
             log.exception(
-                "request failed id=%s path=%s", exchange.context.id, printable(exchange.path, 100)
+                "request failed id=%s path=%s",
+                exchange.context.id,
+                printable(exchange.request.path, 100),
             )
             await _quietly(exchange.fail(internal(exchange.context.id)))
         finally:
             del self.open_requests[exchange]
             held.close()
-            exchange.drop_body()
+            exchange.request.drop_body()
             self._ended.set()
             has_begun = exchange.work is not None and self.state.has_begun(exchange.work)
             self._access.log_end(exchange, has_begun, self.state.config.observe)
@@ -173,7 +178,7 @@ class App(Generic[S]):
 
     def _most_body(self, route: Route[S], exchange: HttpExchange) -> int:
         """Largest body; 0 if the route reads none or is open to everybody."""
-        has_none = route.guard == auth.OPEN or exchange.method in ("GET", "HEAD")
+        has_none = route.guard == auth.OPEN or exchange.request.method in ("GET", "HEAD")
         return 0 if has_none else self._max_body
 
     async def _admit(self, exchange: HttpExchange, held: contextlib.ExitStack) -> Route[S] | None:
@@ -187,17 +192,17 @@ class App(Generic[S]):
         route = self._find(exchange)
         if route is not None:
             exchange.dialect, exchange.route = route.dialect, route.path
-        host = exchange.header(b"host")
+        host = exchange.request.header(b"host")
         exchange.page = self._guard.check_origin(
-            host, exchange.header(b"origin"), exchange.header(b"sec-fetch-site")
+            host, exchange.request.header(b"origin"), exchange.request.header(b"sec-fetch-site")
         )
-        if exchange.method == "OPTIONS":
+        if exchange.request.method == "OPTIONS":
             await exchange.whole(b"", 204, "text/plain", _options(route, exchange))
             return None
         verdict = self._guard.judge(
             route.guard if route else auth.KEY,
             _credentials(exchange),
-            exchange.peer,
+            exchange.request.peer,
             host,
             exchange.page,
         )
@@ -210,7 +215,7 @@ class App(Generic[S]):
         if verdict.status != 200:
             raise RequestError(verdict.text, status=verdict.status, code="forbidden")
         if route is None:
-            raise no_route(exchange.path, self.routes)
+            raise no_route(exchange.request.path, self.routes)
         held.enter_context(self.state.keys.counted(verdict.caller))
         exchange.context.tenant, exchange.context.is_admin = verdict.caller.tenant, verdict.is_admin
         exchange.is_probe = route.guard == auth.OPEN
@@ -219,23 +224,24 @@ class App(Generic[S]):
         return route
 
     def _find(self, exchange: HttpExchange) -> Route[S] | None:
-        path = exchange.path
+        path = exchange.request.path
         if self._root and path.startswith(self._root + "/"):
             path = path[len(self._root) :]
         if route := self.routes.get(path):
             return route
         for prefix, route in self.routes.items():
             if prefix.endswith("/") and prefix != "/" and path.startswith(prefix):
-                exchange.tail = path[len(prefix) :]
+                exchange.request.tail = path[len(prefix) :]
                 return route
         return None
 
     async def _accepts(self, route: Route[S], exchange: HttpExchange) -> bool:
         """Whether the route accepts the method and encoding; if not, a response was sent."""
-        method = "GET" if exchange.method == "HEAD" else exchange.method
+        method = "GET" if exchange.request.method == "HEAD" else exchange.request.method
         if method not in route.methods:
             error = RequestError(
-                f"{route.path} answers {', '.join(route.methods)} only, not {exchange.method}",
+                f"{route.path} answers {', '.join(route.methods)} only, not "
+                f"{exchange.request.method}",
                 status=405,
                 code="method_not_allowed",
             )
@@ -243,13 +249,13 @@ class App(Generic[S]):
                 exchange.dialect.error_body(error), 405, {"allow": ", ".join(route.methods)}
             )
             return False
-        if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
+        if exchange.request.headers.get(b"content-encoding", b"identity") != b"identity":
             raise RequestError("compressed bodies are not accepted", code="unsupported_encoding")
         return True
 
     async def _run(self, route: Route[S], exchange: HttpExchange, receive: Receive) -> None:
         """Run the handler until it ends, the client leaves, time is up or `stop` is called."""
-        exchange.context.deadline_s = deadline_of(exchange.headers, exchange.began_s)
+        exchange.context.deadline_s = deadline_of(exchange.request.headers, exchange.began_s)
         exchange.work = asyncio.create_task(route.handler(exchange, self.state))
         watch = asyncio.create_task(_watch(exchange, receive))
         loop = asyncio.get_running_loop()
@@ -273,7 +279,7 @@ def _options(route: Route | None, exchange: HttpExchange) -> dict[str, str]:
     allowed = ", ".join((*route.methods, "OPTIONS")) if route else "OPTIONS"
     if not exchange.page:
         return {"allow": allowed}
-    wanted = exchange.header(b"access-control-request-headers")
+    wanted = exchange.request.header(b"access-control-request-headers")
     return {
         "allow": allowed,
         "access-control-allow-methods": allowed,
@@ -303,8 +309,8 @@ def _nearest(path: str, known: Sequence[str]) -> str:
 
 def _credentials(exchange: HttpExchange) -> bytes:
     """The Authorization header, or the key of the header x-api-key in that form."""
-    given = exchange.headers.get(b"authorization", b"")
-    key = exchange.headers.get(b"x-api-key", b"")
+    given = exchange.request.headers.get(b"authorization", b"")
+    key = exchange.request.headers.get(b"x-api-key", b"")
     return b"Bearer " + key if key and not given else given
 
 
@@ -358,15 +364,15 @@ class AccessLog:
             has_begun: it sent requests to the engine, which logs their end.
             observe: the current settings; operators may change them.
         """
-        path = printable(exchange.path, _PATH_CHARS)
+        path = printable(exchange.request.path, _PATH_CHARS)
         if self._shows:
             log.info(
                 "http method=%s path=%s status=%d seconds=%.3f peer=%s id=%s",
-                printable(exchange.method, 20),
+                printable(exchange.request.method, 20),
                 path,
                 exchange.status,
                 time.monotonic() - exchange.began_s,
-                exchange.peer,
+                exchange.request.peer,
                 exchange.context.id,
             )
         as_json = observe.log_requests and observe.log_format == "json"
@@ -383,7 +389,7 @@ class AccessLog:
             "status": exchange.status,
             "reason": exchange.refusal or None,
             "field": printable(exchange.at_fault, _PATH_CHARS) or None,
-            "peer": exchange.peer,
+            "peer": exchange.request.peer,
         }
         if observe.log_requests:
             write_line("request refused", facts, as_json)

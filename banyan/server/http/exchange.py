@@ -14,25 +14,22 @@ from collections.abc import (
     Callable,
     Generator,
     Mapping,
-    MutableMapping,
     Sequence,
 )
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl
 
 import orjson
 
 from banyan.base.errors import RequestError
 from banyan.base.log import printable
-from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.engine_client.throughput_estimate import UNKNOWN_S
 from banyan.requests.chunks import Chunks
 from banyan.requests.context import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI
-from banyan.server.http.limits import ClientGone, json_object
+from banyan.server.http.limits import ClientGone
+from banyan.server.http.request import HttpRequest, Scope
 
-Scope = MutableMapping[str, Any]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 T = TypeVar("T")
@@ -47,7 +44,6 @@ RETRY_AFTER_S = UNKNOWN_S
 """Retry-After if there is no estimate."""
 OF_LOAD = ("queue_full", "too_many_requests", "overloaded", "timed_out")
 """Codes of errors that are due to the load."""
-MAX_QUERY_FIELDS = 32
 WARNINGS_CHARS = 1000
 ABORT = "banyan.abort"
 """Scope key: a function that cuts the connection."""
@@ -57,9 +53,7 @@ it writes nothing and returns False."""
 
 
 class HttpExchange:
-    """The request that a handler gets, and the methods that respond to it.
-
-    `context` is the part that does not depend on HTTP.
+    """A request, and the methods that respond to it. `context` does not depend on HTTP.
 
     Args:
         scope, send: of ASGI.
@@ -76,19 +70,11 @@ class HttpExchange:
         tokenizer_waits: bool = False,
         is_strict: bool = False,
     ) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.peer: str = (scope.get("client") or ("", 0))[0]
-        names = {k.decode("latin-1"): v.decode("latin-1") for k, v in self.headers.items()}
+        self.request = HttpRequest(scope, tokenizer_waits)
+        headers = self.request.headers
+        names = {k.decode("latin-1"): v.decode("latin-1") for k, v in headers.items()}
         self.context = RequestContext(headers=names, is_strict=is_strict)
         self.dialect = OPENAI
-        self.body = b""
-        """Empty once it has been parsed."""
-        self.release_body: Callable[[], None] = _nothing
-        """Called when the body is no longer in memory."""
-        self.tail = ""
-        """Rest of the path after a route that ends in "/"."""
         self.retry_after_s: Callable[[], int] = lambda: RETRY_AFTER_S
         """Seconds for Retry-After in errors due to the load."""
         self.page = ""
@@ -118,55 +104,8 @@ class HttpExchange:
         self.write: Callable[[bytes], bool] = scope.get(WRITE, _never)
         """Writes a frame if that needs no waiting, and returns whether it did. The caller counts
         the bytes."""
-        self.raw_query: bytes = scope.get("query_string", b"")
         self._send = send
-        self._tokenizer_waits = tokenizer_waits
         self._send_timeout_s = send_timeout_s
-
-    def header(self, name: bytes) -> str:
-        return self.headers.get(name, b"").decode("latin-1")
-
-    @property
-    def query(self) -> dict[str, str]:
-        try:
-            text = self.raw_query.decode("latin-1")
-            return dict(parse_qsl(text, max_num_fields=MAX_QUERY_FIELDS))
-        except ValueError:
-            raise RequestError(
-                f"the query has more than {MAX_QUERY_FIELDS} fields", code="invalid_query"
-            ) from None
-
-    async def json_object(self) -> Json:
-        """The body as a JSON object; RequestError 400 otherwise."""
-        return await self.read(lambda raw: raw)
-
-    @property
-    def media(self) -> str:
-        """What the client calls its body, in lower case and without parameters."""
-        return self.header(b"content-type").partition(";")[0].strip().lower()
-
-    async def read(self, work: Callable[[Json], T], waits: bool = False) -> T:
-        """Parse the body as JSON and return `work` of it; in a thread if the body is large.
-
-        Do all work that grows with the request in `work`. The body is dropped afterwards.
-
-        Args:
-            waits: `work` waits for another process; it runs in a thread whatever the size.
-        """
-        body = self.body
-        size = len(body) + (THREAD_BYTES + 1 if waits or self._tokenizer_waits else 0)
-        try:
-            return await off_loop(size, lambda: work(json_object(body, self.media)))
-        finally:
-            self.drop_body()
-
-    def drop_body(self) -> None:
-        self.body = b""
-        self.release_body()
-
-    async def optional_object(self) -> Json:
-        """Like json_object, but the body may be empty, and fields may be in the query."""
-        return {**self.query, **(await self.json_object() if self.body else {})}
 
     def stop(self, why: RequestError | ClientGone) -> None:
         """End the request from outside. The cancellation releases what its work holds."""
@@ -190,12 +129,12 @@ class HttpExchange:
         lines += [(k.encode(), v.encode("latin-1")) for k, v in (headers or {}).items()]
         await self._start(status, lines)
         self.ended = True
-        await self._put(b"" if self.method == "HEAD" else body, more=False)
+        await self._put(b"" if self.request.method == "HEAD" else body, more=False)
 
     async def pieces(self, pieces: AsyncIterable[bytes], size: int, kind: str) -> None:
         """Respond with a body of `size` bytes that is never in memory as a whole."""
         await self._start(200, [*self._head(kind), (b"content-length", b"%d" % size)])
-        if self.method != "HEAD":
+        if self.request.method != "HEAD":
             async for piece in pieces:
                 await self._put(piece)
         self.ended = True
@@ -255,7 +194,7 @@ class HttpExchange:
             (b"x-request-id", self.context.id.encode()),
             (b"x-content-type-options", b"nosniff"),
         ]
-        if given := self.headers.get(b"x-request-id"):
+        if given := self.request.headers.get(b"x-request-id"):
             lines.append((b"x-client-request-id", _ascii(given.decode("latin-1"), 128)))
         if self.trace:
             lines.append((b"traceresponse", self.trace.encode()))

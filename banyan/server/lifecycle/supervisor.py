@@ -18,7 +18,7 @@ from banyan.base.errors import BanyanError, ConfigError, ModelError
 from banyan.base.log import logger
 from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
-from banyan.engine_client.client import EngineClient
+from banyan.engine_client.client import ClientLimits, EngineClient
 from banyan.messages.transport import PrivateFolder, SocketFrontLink
 from banyan.model_config.model_config import ModelConfig
 
@@ -73,11 +73,13 @@ def open_client(config: Config, address: str) -> EngineClient:
     schedule = config.schedule
     return EngineClient(
         SocketFrontLink(address),
-        heartbeat_timeout_s=config.server.heartbeat_timeout_s,
-        watchdog_s=schedule.watchdog_s,
-        max_open=MAX_OPEN,
-        # With priorities a full queue evicts a lower one instead of refusing.
-        max_queued=0 if schedule.priorities else schedule.max_queued,
+        ClientLimits(
+            heartbeat_timeout_s=config.server.heartbeat_timeout_s,
+            watchdog_s=schedule.watchdog_s,
+            max_open=MAX_OPEN,
+            # With priorities a full queue evicts a lower one instead of refusing.
+            max_queued=0 if schedule.priorities else schedule.max_queued,
+        ),
         is_kept_up=config.server.engine_restarts > 0,
     )
 

@@ -51,7 +51,7 @@ class Part:
 
 async def files(exchange: HttpExchange, state: ServerState) -> None:
     """List the files, or take a new one."""
-    if exchange.method == "POST":
+    if exchange.request.method == "POST":
         await _upload(exchange, state)
     else:
         await _list(exchange, state)
@@ -60,15 +60,15 @@ async def files(exchange: HttpExchange, state: ServerState) -> None:
 async def file(exchange: HttpExchange, state: ServerState) -> None:
     """One file: show it, delete it, or give its content."""
     store = (await state.storage.ready_if_used()).files
-    id, _, verb = exchange.tail.partition("/")
+    id, _, verb = exchange.request.tail.partition("/")
     owner = owner_of(exchange.context.tenant)
     stored = store.find(id, owner)
-    if verb == "content" and exchange.method != "DELETE":
+    if verb == "content" and exchange.request.method != "DELETE":
         async with aclosing(store.pieces(stored)) as pieces:
             await exchange.pieces(pieces, stored.num_bytes, "application/octet-stream")
     elif verb:
         raise RequestError(f"no route below a file: {verb[:40]!r}", status=404, code="not_found")
-    elif exchange.method == "DELETE":
+    elif exchange.request.method == "DELETE":
         _check_unused(state, id)
         await store.remove(id, owner)
         await exchange.json({"id": id, "object": "file", "deleted": True})
@@ -107,7 +107,7 @@ def listed(bodies: list[Json], has_more: bool) -> Json:
 
 
 async def _upload(exchange: HttpExchange, state: ServerState) -> None:
-    body, kind = exchange.body, exchange.header(b"content-type")
+    body, kind = exchange.request.body, exchange.request.header(b"content-type")
     parts = await off_loop(len(body) + len(kind), lambda: read_form(body, kind))
     for name in {p.name.partition("[")[0]: None for p in parts}:
         if name not in _OWN_FIELDS:
@@ -129,9 +129,9 @@ async def _upload(exchange: HttpExchange, state: ServerState) -> None:
 
 async def _list(exchange: HttpExchange, state: ServerState) -> None:
     found = (await state.storage.ready_if_used()).files.all(owner_of(exchange.context.tenant))
-    if purpose := exchange.query.get("purpose"):
+    if purpose := exchange.request.query.get("purpose"):
         found = [f for f in found if f.purpose == purpose]
-    shown, has_more = page(found, exchange.query, lambda f: f.id, MAX_PAGE)
+    shown, has_more = page(found, exchange.request.query, lambda f: f.id, MAX_PAGE)
     await exchange.json(listed([_shown(f) for f in shown], has_more))
 
 

@@ -30,14 +30,14 @@ async def list_models(exchange: HttpExchange, state: ServerState) -> None:
 
 async def show_model(exchange: HttpExchange, state: ServerState) -> None:
     """One model or adapter by name; names may hold slashes."""
-    if exchange.tail == state.served_name:
+    if exchange.request.tail == state.served_name:
         await exchange.json(_model_config(state))
         return
     for place in state.adapters.places():
-        if exchange.tail == place.name:
+        if exchange.request.tail == place.name:
             await exchange.json(_adapter(state, place))
             return
-    raise no_such_model(exchange.tail)
+    raise no_such_model(exchange.request.tail)
 
 
 def _adapter(state: ServerState, place: AdapterPlace) -> dict[str, object]:

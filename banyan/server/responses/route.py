@@ -20,23 +20,30 @@ from banyan.chat_template.template import ChatTemplate
 from banyan.requests.context import RequestContext
 from banyan.requests.generation import run
 from banyan.server.errors import Json, internal
+from banyan.server.http.dialect import RESPONSES
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
-from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
-from banyan.server.openai.fields import (
+from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
+from banyan.server.openai.files import listed, page
+from banyan.server.openai.models import model_and_adapter
+from banyan.server.openai.schema import (
+    ChatRequest,
     Report,
     account_for,
     account_for_members,
     typed,
     with_names,
 )
-from banyan.server.openai.files import listed, page
-from banyan.server.openai.models import model_and_adapter
-from banyan.server.openai.schema import ChatRequest
 from banyan.server.responses.answer import ResponseAnswer
-from banyan.server.responses.dialect import RESPONSES
-from banyan.server.responses.items import given_items
-from banyan.server.responses.request import (
+from banyan.server.responses.tools import (
+    MAX_CALLS,
+    MAX_TURNS,
+    Offered,
+    ServerCalls,
+    first_listings,
+    offered_tools,
+)
+from banyan.server.responses.translate import (
     FIELD_NAMES,
     HARMLESS,
     REFUSED,
@@ -45,14 +52,7 @@ from banyan.server.responses.request import (
     ResponsesRequest,
     TextForm,
     chat_body,
-)
-from banyan.server.responses.tools import (
-    MAX_CALLS,
-    MAX_TURNS,
-    Offered,
-    ServerCalls,
-    first_listings,
-    offered_tools,
+    given_items,
 )
 from banyan.server.state import ServerState, Service
 from banyan.server.store.responses import StoredResponse
@@ -179,7 +179,7 @@ async def create(exchange: HttpExchange, state: ServerState) -> None:
         asked = _Asked(request, model, adapter, before, given, offered)
         return asked, plan_turn(asked, request, [], report)
 
-    asked, plan = await exchange.read(read, waits=True)
+    asked, plan = await exchange.request.read(read, waits=True)
     request, model, before, given = asked.request, asked.model, asked.before, asked.given
     offered = asked.offered
 
@@ -218,25 +218,27 @@ async def create(exchange: HttpExchange, state: ServerState) -> None:
 
 async def one(exchange: HttpExchange, state: ServerState) -> None:
     """One stored response: show it, follow it, delete it, cancel it, or list its input."""
-    id, _, verb = exchange.tail.partition("/")
-    if verb not in ("", "input_items", "cancel") or (exchange.method == "POST") != (
+    id, _, verb = exchange.request.tail.partition("/")
+    if verb not in ("", "input_items", "cancel") or (exchange.request.method == "POST") != (
         verb == "cancel"
     ):
         raise RequestError(
             f"no route below a response: {verb[:40]!r}", status=404, code="not_found"
         )
     found = state.responses.find(id, exchange.context.tenant)
-    if exchange.method == "POST":
+    if exchange.request.method == "POST":
         await exchange.json(await _cancel(found))
-    elif exchange.method == "DELETE":
+    elif exchange.request.method == "DELETE":
         await _end(found)
         state.responses.remove(id, exchange.context.tenant)
         await exchange.json({"id": id, "object": "response", "deleted": True})
     elif verb:
-        shown, has_more = page(found.given, exchange.query, lambda item: str(item["id"]), _PAGE)
+        shown, has_more = page(
+            found.given, exchange.request.query, lambda item: str(item["id"]), _PAGE
+        )
         await exchange.json(listed(shown, has_more))
-    elif exchange.query.get("stream") in _ON:
-        await _follow(exchange, found, exchange.query.get("starting_after"))
+    elif exchange.request.query.get("stream") in _ON:
+        await _follow(exchange, found, exchange.request.query.get("starting_after"))
     else:
         await exchange.json(found.show())
 
@@ -254,7 +256,7 @@ async def input_tokens(exchange: HttpExchange, state: ServerState) -> None:
         chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)
         return chat_prompt(service, chat, report)[0]
 
-    ids = await exchange.read(read, waits=True)
+    ids = await exchange.request.read(read, waits=True)
     await exchange.json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 

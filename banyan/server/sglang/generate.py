@@ -6,11 +6,11 @@ import msgspec
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.requests.generate_response import NativeService
+from banyan.requests.generate_response import NativeService, NativeSettings
 from banyan.requests.sampling_params import Limits, merged
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState, Service
 
 
@@ -30,21 +30,23 @@ def native_service(service: Service, state: ServerState) -> NativeService:
         service.generator,
         service.tokenizer,
         service.limits,
-        defaults=service.native_defaults,
-        draw_seed=service.draw_seed,
-        weight_version=state.config.model.weight_version,
-        incremental=state.config.server.incremental_output,
-        store=state.config.cache.store,
-        adapters=state.adapters,
-        pack=lambda triples: orjson.Fragment(orjson.dumps(triples)),
+        NativeSettings(
+            service.native_defaults,
+            service.draw_seed,
+            state.config.model.weight_version,
+            state.config.server.incremental_output,
+            state.config.cache.store,
+            pack=lambda triples: orjson.Fragment(orjson.dumps(triples)),
+        ),
+        state.adapters,
     )
 
 
 async def generate(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit_to_queue(exchange.context.id)
     native = native_service(service, state)
-    size = len(exchange.body)
-    body = await exchange.json_object()
+    size = len(exchange.request.body)
+    body = await exchange.request.json_object()
     turn = await state.sessions.begin(
         body, service.tokenizer, service.limits, exchange.context.tenant
     )
@@ -66,7 +68,7 @@ async def generate(exchange: HttpExchange, state: ServerState) -> None:
                     if not exchange.streaming:
                         await exchange.begin_events()
                     new = output_of(answer)
-                    output = output + new if native.is_incremental else new
+                    output = output + new if native.settings.incremental else new
                     await exchange.event(answer)
             await exchange.end_events()
     if turn is not None:
@@ -82,7 +84,7 @@ def output_of(answer: object) -> list[int]:
 async def open_session(exchange: HttpExchange, state: ServerState) -> None:
     """Answers with the session's id as a JSON string."""
     state.admit()
-    asked = typed(await exchange.optional_object(), OpenSession)
+    asked = typed(await exchange.request.optional_object(), OpenSession)
     if asked.streaming:
         raise RequestError(
             "streaming sessions are not available in this build",
@@ -98,7 +100,7 @@ async def open_session(exchange: HttpExchange, state: ServerState) -> None:
 
 async def close_session(exchange: HttpExchange, state: ServerState) -> None:
     """Close a session. One that is not open is no error: it may have timed out."""
-    asked = typed(await exchange.optional_object(), CloseSession)
+    asked = typed(await exchange.request.optional_object(), CloseSession)
     state.sessions.close(asked.session_id, exchange.context.tenant)
     await exchange.whole(b"", 200, "text/plain")
 
@@ -107,7 +109,7 @@ async def vertex(exchange: HttpExchange, state: ServerState) -> None:
     """Vertex AI: `instances` are the prompts, `parameters` the fields that they have in common."""
     native = native_service(state.admit_to_queue(exchange.context.id), state)
     limits = native.limits
-    request = await exchange.read(
+    request = await exchange.request.read(
         lambda body: native.parse(_from_vertex(body, limits), exchange.context)
     )
     with state.open.holding([s.request for s in request.sequences], exchange.context.tenant):

@@ -10,14 +10,13 @@ from banyan.base.table import Table
 from banyan.base.thread_pool import off_loop
 from banyan.parsers.answer_deltas import AnswerDelta, TextDelta, ToolCallArguments, ToolCallStart
 from banyan.parsers.choice import NONE
-from banyan.parsers.reasoning import REASONING_PARSERS
-from banyan.parsers.reasoning.base import ReasoningParser, SegmentKind
+from banyan.parsers.reasoning import REASONING_PARSERS, ReasoningParser, SegmentKind
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolParser
 from banyan.parsers.tool_calls.definitions import read_tools
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 T = TypeVar("T")
@@ -39,7 +38,7 @@ class SeparateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def parse_function_call(exchange: HttpExchange, state: ServerState) -> None:
-    request = typed(await exchange.json_object(), ParseCallsRequest)
+    request = typed(await exchange.request.json_object(), ParseCallsRequest)
     _check_length(request.text)
     name = request.tool_call_parser
     if name is None and state.service is not None:
@@ -65,7 +64,7 @@ async def parse_function_call(exchange: HttpExchange, state: ServerState) -> Non
 
 
 async def separate_reasoning(exchange: HttpExchange, state: ServerState) -> None:
-    request = typed(await exchange.json_object(), SeparateRequest)
+    request = typed(await exchange.request.json_object(), SeparateRequest)
     _check_length(request.text)
     format = _load(REASONING_PARSERS, request.reasoning_parser, "reasoning_parser")
     parser = ReasoningParser(format, format.always)

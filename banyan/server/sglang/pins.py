@@ -13,7 +13,7 @@ from banyan.messages.events import PinFact
 from banyan.server.errors import Json
 from banyan.server.http.api_keys import digest
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.sglang.generate import native_service
 from banyan.server.state import ServerState
 
@@ -49,7 +49,7 @@ class UnpinRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def pin_prefix(exchange: HttpExchange, state: ServerState) -> None:
     """Compute a prompt, and keep its whole pages until `ttl_s` is over."""
     native = native_service(state.admit(), state)
-    raw, size = await exchange.json_object(), len(exchange.body)
+    raw, size = await exchange.request.json_object(), len(exchange.request.body)
     unknown = sorted(set(raw) - set(PinRequest.__struct_fields__))
     if unknown:
         known = ", ".join(PinRequest.__struct_fields__)
@@ -84,7 +84,7 @@ async def pin_prefix(exchange: HttpExchange, state: ServerState) -> None:
 async def unpin_prefix(exchange: HttpExchange, state: ServerState) -> None:
     """Release the pages of one pin or of all pins to normal eviction."""
     client = state.admit().client
-    asked = typed(await exchange.optional_object(), UnpinRequest)
+    asked = typed(await exchange.request.optional_object(), UnpinRequest)
     if asked.pin == "":
         raise RequestError("pin must name one; without the field all are let go", param="pin")
     replies = await client.ask("unpin", _ASK_S, pin=asked.pin or "")

@@ -10,9 +10,8 @@ from banyan.parsers.tool_calls.definitions import read_tools
 from banyan.requests.prompts import encode_texts
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
 from banyan.server.openai.prompts import Conversation, chat_ids, check_count, ids_text
-from banyan.server.openai.schema import Message
+from banyan.server.openai.schema import Message, typed
 from banyan.server.state import ServerState, Service
 
 MAX_TOKENIZED = 1 << 17
@@ -38,7 +37,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 async def tokenize(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    found, is_list = await exchange.read(lambda raw: _tokenized(service, raw), waits=True)
+    found, is_list = await exchange.request.read(lambda raw: _tokenized(service, raw), waits=True)
     await exchange.json(
         {
             "tokens": found if is_list else found[0],
@@ -75,7 +74,7 @@ def _tokenized(service: Service, raw: Json) -> tuple[list[list[int]], bool]:
 
 async def detokenize(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    texts, is_list = await exchange.read(lambda raw: _detokenized(service, raw))
+    texts, is_list = await exchange.request.read(lambda raw: _detokenized(service, raw))
     await exchange.json({"text": texts if is_list else texts[0]})
 
 
