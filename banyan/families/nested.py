@@ -71,8 +71,6 @@ NESTED: Mapping[str, NestedForm] = {
     "Cohere2VisionForConditionalGeneration": NestedForm(_TOWER, "Cohere2ForCausalLM"),
     "Lfm2VlForConditionalGeneration": NestedForm(_TOWER, "Lfm2ForCausalLM"),
     "GotOcr2ForConditionalGeneration": NestedForm(_TOWER, "Qwen2ForCausalLM"),
-        ("visual.", "mlp_AR."), "Ernie4_5ForCausalLM"
-    ),
     "LightOnOcrForConditionalGeneration": NestedForm(
         ("vision_encoder.", "vision_projection."), "Qwen3ForCausalLM"
     ),
