@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from banyan.families import FAMILIES, GGUF
+from banyan.families.nested import NESTED
 from banyan.model_config.quantization import SPELLINGS
 from banyan.models.weights.quant import FORMS, overview
 from tests.models import (
@@ -16,6 +17,7 @@ from tests.models import (
     test_gguf_families,
     test_gguf_hybrids,
     test_gguf_states,
+    test_nested,
 )
 from tests.models.families import EXPERTS, STATES, VARIANTS
 
@@ -28,7 +30,6 @@ _ELSEWHERE = {
     "BailingMoeForCausalLM": "test_bailing.py",
     "BailingMoeV2ForCausalLM": "test_bailing.py",
     "Step3TextForCausalLM": "test_step.py",
-    "Step3VLForConditionalGeneration": "test_step.py",
     "gguf/llama": "test_gguf.py",
     "gguf/gpt-oss": "test_gpt_oss.py",
     "gguf/step35": "test_step.py",
@@ -39,6 +40,16 @@ _ELSEWHERE = {
 _FORMS_ELSEWHERE = {"mxfp4": "tests/models/test_gpt_oss.py"}
 """Forms with tests outside of tests/models/test_quant.py."""
 _FAMILY_HEAD = "| family | class in config.json | GGUF architecture | remarks |"
+_NESTED_ELSEWHERE = {
+    "Step3VLForConditionalGeneration": "test_step.py",
+    "Step3p7ForConditionalGeneration": "test_families.py[step 3.7]",
+    "InternVLChatModel": "test_nested.py",
+    "KimiVLForConditionalGeneration": "test_nested.py[kimi k2.5]",
+    "KimiK25ForConditionalGeneration": "test_nested.py[kimi k2.5]",
+    "Qwen3_5ForConditionalGeneration": "test_families.py",
+    "Qwen3_5MoeForConditionalGeneration": "test_families.py",
+}
+_NESTED_HEAD = "| multimodal class | text model | weights left out |"
 
 
 def family_rows() -> list[tuple[str, list[str], list[str], str]]:
@@ -83,6 +94,20 @@ def families() -> str:
     return "\n".join(lines)
 
 
+def nested() -> str:
+    """Multimodal checkpoints, of which the text model is served."""
+    lines = [_NESTED_HEAD, "|---|---|---|"]
+    for name, form in NESTED.items():
+        model = name.removesuffix("ForConditionalGeneration")
+        cases = [case for case, (its, *_) in test_nested.VARIANTS.items() if its == model]
+        if not cases and name not in _NESTED_ELSEWHERE:
+            raise LookupError(f"nothing in tests/models/test_nested.py tries {name}")
+        text = f"`{form.text}`" if form.text else "named by its configuration"
+        left = _marked([prefix.rstrip(".") for prefix in form.towers])
+        lines.append(f"| `{name}` | {text} | {left} |")
+    return "\n".join(lines)
+
+
 def _marked(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -98,6 +123,7 @@ def forms() -> str:
 def pages() -> Iterator[tuple[Path, str]]:
     """Each page with its table."""
     yield DOCS / "models.md", families()
+    yield DOCS / "models.md", nested()
     yield DOCS / "quantization.md", forms()
 
 
