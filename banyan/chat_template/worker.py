@@ -1,8 +1,9 @@
-"""The template worker process: compiles one chat template and renders tasks.
+"""The template worker process: compiles one chat template in a sandbox and renders tasks.
 
-The kernel bounds its memory and the CPU time of each task, even inside one operation of the
-template. So a template cannot slow or break the server. A task over its time ends the process.
-processes.py describes the frames.
+A template comes with a model and is untrusted. jinja2's immutable sandbox isolates it. The kernel
+bounds its memory and the CPU time of each task, even inside one operation of the template. So a
+template cannot slow or break the server. A task over its time ends the process. processes.py
+describes the frames.
 """
 
 import json
@@ -10,18 +11,149 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from functools import partial
 from typing import BinaryIO
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
+from banyan.base.child_process import LENGTH
 from banyan.base.memory import give_back, let_go
-from banyan.base.worker_process import LENGTH
 from banyan.chat_template.processes import DONE, FAILED, REFUSED, STOPPED, TASK
-from banyan.chat_template.sandbox import TemplateEnvironment, constants
+
+MAX_SOURCE_CHARS = 1 << 20
+MAX_OUTPUT_CHARS = 32 << 20
+
+_FILTERS = (
+    *("abs", "capitalize", "center", "count", "d", "default", "dictsort", "e", "escape", "first"),
+    *("float", "forceescape", "format", "groupby", "indent", "int", "items", "join", "last"),
+    *("length", "list", "lower", "map", "max", "min", "random", "reject", "rejectattr", "replace"),
+    *("reverse", "round", "safe", "select", "selectattr", "sort", "string", "striptags", "title"),
+    *("trim", "unique", "upper", "wordcount"),
+)
+_GLOBALS = ("range", "cycler", "joiner")
+_REFUSED = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
+
+
+class _Generation(Extension):
+    """Accepts the {% generation %} tag that marks answers."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class TemplateNamespace(Namespace):
+    """`namespace()` without names that start with an underscore."""
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"namespace may not hold {name!r}")
+        super().__setitem__(name, value)
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """jinja2 as chat templates know it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        self.filters = {name: self.filters[name] for name in _FILTERS} | {"tojson": _to_json}
+        self.globals = {name: self.globals[name] for name in _GLOBALS}
+        self.globals.update(raise_exception=_raise, strftime_now=_strftime, dict=dict)
+        self.globals.update(namespace=TemplateNamespace)
+
+    def compile_template(self, source: str) -> tuple[jinja2.Template, nodes.Template]:
+        """Compile a template after checking the names that it uses; return it with its tree.
+
+        Raises:
+            jinja2.TemplateError, and what else compiling a hostile text can raise.
+        """
+        if len(source) > MAX_SOURCE_CHARS:
+            raise SecurityError(f"it has {len(source):,} characters, limit {MAX_SOURCE_CHARS:,}")
+        tree = self.parse(source)
+        _look(tree)
+        return self.from_string(source), tree
+
+    def render(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
+        """The whole output; SecurityError when it is too long, and whatever the template raises."""
+        parts: list[str] = []
+        size = 0
+        for part in template.generate(variables):
+            size += len(part)
+            if size > MAX_OUTPUT_CHARS:
+                raise SecurityError(f"its output has more than {MAX_OUTPUT_CHARS:,} characters")
+            parts.append(part)
+        return "".join(parts)
+
+
+def constants(tree: nodes.Template) -> tuple[str, str]:
+    """Texts that the template writes, and texts that it searches for; each joined with NULs."""
+    written = [node.data for node in tree.find_all(nodes.TemplateData)]
+    written += [n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)]
+    sought: list[str] = []
+    for node in tree.find_all((nodes.Compare, nodes.Call)):
+        # Operands of a comparison and arguments of a method; not what is joined inside of them.
+        operands = (
+            [node.expr, *(operand.expr for operand in node.ops)]
+            if isinstance(node, nodes.Compare)
+            else node.args
+            if isinstance(node.node, nodes.Getattr)
+            else []
+        )
+        values = [operand.value for operand in operands if isinstance(operand, nodes.Const)]
+        sought += [value for value in values if isinstance(value, str)]
+    return "\0".join(written), "\0".join(sought)
+
+
+def _look(tree: nodes.Template) -> None:
+    """Refuse other files and Python internals, which no chat template needs."""
+    for node in tree.find_all(_REFUSED):
+        raise SecurityError(f"line {node.lineno}: {type(node).__name__.lower()} is not available")
+    for node in tree.find_all((nodes.Getattr, nodes.Getitem)):
+        if isinstance(node, nodes.Getattr):
+            name = node.attr
+        else:
+            name = node.arg.value if isinstance(node.arg, nodes.Const) else ""
+        if isinstance(name, str) and name.startswith("__"):
+            raise SecurityError(f"line {node.lineno}: {name} is not available")
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as chat templates expect it: no HTML escapes, keys in their order."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime(form: str) -> str:
+    return datetime.now().strftime(form)
+
 
 ROOM_BYTES = 512 << 20
 """Memory for a task in addition to the libraries and FRAME_FACTOR times its own size."""

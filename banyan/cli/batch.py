@@ -22,11 +22,11 @@ from banyan.engine_client.client import ClientLimits, EngineClient
 from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.messages.transport import PrivateFolder, SocketFrontLink
 from banyan.scheduler.routing import ROUTES
-from banyan.server.batches.lines import BatchLine, ServerEnding, read_lines, run_lines
+from banyan.server.batch_lines import BatchLine, ServerEnding, read_lines, run_lines
 from banyan.server.lifecycle.startup import open_service
 from banyan.server.processes import start_engine_process
 from banyan.server.state import ServerState
-from banyan.server.store.batch_output import AnswerLog
+from banyan.server.store.batches import AnswerLog
 from banyan.server.tool_servers.start import start_tool_servers
 
 log = logger(__name__)

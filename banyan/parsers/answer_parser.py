@@ -6,7 +6,7 @@ Either may be missing. Streamed and whole answers take the same path.
 from dataclasses import dataclass
 
 from banyan.parsers.answer_deltas import AnswerDelta, ReasoningDelta, TextDelta, merge_deltas
-from banyan.parsers.reasoning.base import ReasoningFormat, ReasoningParser, SegmentKind
+from banyan.parsers.reasoning import ReasoningFormat, ReasoningParser, SegmentKind
 from banyan.parsers.tool_calls.base import ToolFormat, ToolParser
 from banyan.parsers.tool_calls.definitions import Tools
 

@@ -6,11 +6,10 @@ The first matching row wins, so rows go from the special to the general.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from banyan.parsers.reasoning import REASONING_PARSERS
-from banyan.parsers.reasoning.base import ReasoningFormat
+from banyan.parsers.reasoning import REASONING_PARSERS, ReasoningFormat
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolFormat
-from banyan.parsers.tool_calls.tagged import with_unmarked_first_call
+from banyan.parsers.tool_calls.json_calls import with_unmarked_first_call
 
 NONE = "none"
 AS_TEXT = "hermes"

@@ -1,8 +1,11 @@
-"""The message format of gpt-oss (Harmony): channels, recipients, start and end of messages.
+"""Harmony, the message format of gpt-oss: its reasoning parser and its tool-call parser.
 
     <|channel|>analysis<|message|>…<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
     <|start|>assistant<|channel|>final<|message|>…<|return|>
+
+The analysis channel is the reasoning. Calls are messages to functions.NAME, mostly in the
+commentary channel; the reasoning parser passes them on unchanged.
 
 Source: the Harmony response format guide of gpt-oss.
 """
@@ -11,6 +14,8 @@ import re
 from dataclasses import dataclass
 
 from banyan.parsers.incremental import Delimiters, Malformed, Reading, StreamingText, Truncated
+from banyan.parsers.reasoning import ReasoningFormat, ReasoningWriter
+from banyan.parsers.tool_calls.base import ToolCallWriter, ToolFormat, read_arguments, read_or_text
 
 RECIPIENT = " to="
 """An answer may start inside a header, because its prompt ends with <|start|>assistant."""
@@ -63,3 +68,73 @@ def read_header(source: StreamingText, opener: str) -> Reading[MessageHeader | N
 def next_opener(ender: str) -> str:
     """`ender` if it also opens the next message, else ""."""
     return ender if ender in (START, CHANNEL) else ""
+
+
+_OPENING = CHANNEL + "analysis" + MESSAGE
+
+
+def _read_reasoning(
+    source: StreamingText, out: ReasoningWriter, starts_inside: bool
+) -> Reading[None]:
+    opener = ""
+    if starts_inside:
+        opener = yield from _reasoning_body(source, out, "analysis", "")
+    elif (yield from source.follows(RECIPIENT)):
+        opener = RECIPIENT
+    while opener or (opener := (yield from source.until(OPENERS, out.add_text))):
+        header = yield from read_header(source, opener)
+        if header is None:
+            out.add_text(opener)
+            opener = ""
+            continue
+        (out.add_text if header.tool else out.add_delimiter)(header.raw)
+        opener = yield from _reasoning_body(source, out, header.channel, header.tool)
+
+
+def _reasoning_body(
+    source: StreamingText, out: ReasoningWriter, channel: str, tool: str
+) -> Reading[str]:
+    """Read one message's text and its end. Returns the next message's opener, if that ended it."""
+    is_reasoning = channel == "analysis" and not tool
+    ender = yield from source.until(ENDERS, out.add_reasoning if is_reasoning else out.add_text)
+    following = next_opener(ender)
+    if not following:
+        (out.add_text if tool else out.add_delimiter)(ender)
+    return following
+
+
+REASONING_FORMAT = ReasoningFormat(
+    _read_reasoning,
+    _OPENING,
+    END,
+    markers=MARKERS,
+    answer=CHANNEL + "final" + MESSAGE,
+)
+
+
+def _read_calls(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    opener = RECIPIENT if (yield from source.follows(RECIPIENT)) else ""
+    while opener or (opener := (yield from source.until(OPENERS, out.add_text))):
+        header = yield from read_header(source, opener)
+        if header is None:
+            out.add_text(opener)
+            opener = ""
+            continue
+        if header.tool:
+            yield from read_or_text(source, out, header.raw, _call(source, out, header.tool))
+        opener = next_opener((yield from source.until(ENDERS, out.add_text)))
+
+
+def _call(source: StreamingText, out: ToolCallWriter, name: str) -> Reading[None]:
+    out.begin_call(name)
+    yield from read_arguments(source, out)
+    out.end_call()
+    yield from source.spaces()
+
+
+def _tag(name: str) -> tuple[str, str]:
+    head = f"{START}assistant{CHANNEL}commentary to={FUNCTIONS}{name} "
+    return f"{head}{CONSTRAIN}json{MESSAGE}", CALL
+
+
+TOOL_FORMAT = ToolFormat(_read_calls, MARKERS, _tag, START)

@@ -7,14 +7,11 @@ from banyan.base.errors import RequestError
 from banyan.router import admin as manage
 from banyan.router.forward import forward, forward_response, forward_to_any, forward_to_owner
 from banyan.router.state import RouterState
-from banyan.server.anthropic.dialect import ANTHROPIC
 from banyan.server.http import auth
 from banyan.server.http.app import App
-from banyan.server.http.dialect import OPENAI, Dialect
+from banyan.server.http.dialect import ANTHROPIC, OLLAMA, OPENAI, RESPONSES, Dialect
 from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange
 from banyan.server.http.route import Route
-from banyan.server.ollama.dialect import OLLAMA
-from banyan.server.responses.dialect import RESPONSES
 
 _GET = ("GET",)
 _POST = ("POST",)

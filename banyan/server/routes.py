@@ -8,6 +8,7 @@ import socket
 from dataclasses import replace
 
 from banyan.base.errors import RequestError
+from banyan.server import embeddings, scores
 from banyan.server.admin import (
     control,
     health,
@@ -17,27 +18,25 @@ from banyan.server.admin import (
     weights,
 )
 from banyan.server.admin.metrics import show_metrics
-from banyan.server.anthropic.messages import anthropic_routes
-from banyan.server.batches.route import BatchRequest, batch, batches
-from banyan.server.console.files import console_routes
-from banyan.server.embeddings import scores
-from banyan.server.embeddings import sglang as embeddings
-from banyan.server.embeddings.openai import EmbeddingRequest, create_embeddings
+from banyan.server.anthropic.route import anthropic_routes
+from banyan.server.batches import BatchRequest, batch, batches
+from banyan.server.console import console_routes
+from banyan.server.embeddings import EmbeddingRequest, create_embeddings
 from banyan.server.http import auth
 from banyan.server.http.app import App
 from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange
 from banyan.server.http.listen import HttpListener
 from banyan.server.http.route import Body, Route
-from banyan.server.ollama.routes import ollama_routes
-from banyan.server.openai.chat.route import chat_completions
+from banyan.server.ollama.route import ollama_routes
+from banyan.server.openai.chat_completions import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.openai.files import file, files
 from banyan.server.openai.models import list_models, show_model
-from banyan.server.openapi.bodies import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
-from banyan.server.openapi.pages import page_routes
+from banyan.server.openapi import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
 from banyan.server.responses.route import responses_routes
 from banyan.server.sglang import generate, parsing, pins, tokens
 from banyan.server.state import Handler, ServerState
+from banyan.server.web_pages import page_routes
 
 _GET = ("GET",)
 _POST = ("POST",)

@@ -17,7 +17,7 @@ from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.base.fair_share import CALLER
 from banyan.base.ids import RequestId
-from banyan.base.version import own_version
+from banyan.base.os import own_version
 from banyan.chat_template.named_templates import FillIn
 from banyan.chat_template.template import Chat
 from banyan.config.schema import Config

@@ -15,8 +15,7 @@ import pytest
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.ids import RequestId
 from banyan.engine.grammar_queue import GrammarQueue
-from banyan.grammar.compile_thread import CompileThread, Shares
-from banyan.grammar.compiler import GrammarCompiler
+from banyan.grammar.compiler import CompileThread, GrammarCompiler, Shares
 from banyan.grammar.vocabulary import longest_first
 from banyan.grammar.worker import CompileOutcome, read_frame
 from banyan.grammar.worker_pool import GrammarLimits, GrammarWorkerPool

@@ -119,8 +119,8 @@ FRONT = """
 import os, signal
 from dataclasses import replace
 
-from banyan.parsers.reasoning.think import ALWAYS
-from banyan.parsers.tool_calls.qwen import HERMES
+from banyan.parsers.reasoning import ALWAYS
+from banyan.parsers.tool_calls.json_calls import HERMES
 
 CALLS, THOUGHTS = replace(HERMES), replace(ALWAYS)
 

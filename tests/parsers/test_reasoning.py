@@ -20,8 +20,7 @@ from banyan.parsers.choice import (
     reasoning_parser_for,
     tool_parser_for,
 )
-from banyan.parsers.reasoning import REASONING_PARSERS
-from banyan.parsers.reasoning.base import ReasoningParser, SegmentKind
+from banyan.parsers.reasoning import REASONING_PARSERS, ReasoningParser, SegmentKind
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from tests.support.tool_outputs import TOOLS, WRITERS, Call, damaged, split, text
 

@@ -24,7 +24,7 @@ from banyan.parsers.partial_json import JsonCopy
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolParser
 from banyan.parsers.tool_calls.definitions import Tools, read_tools
-from banyan.parsers.tool_calls.tagged import BARE_LIST
+from banyan.parsers.tool_calls.json_calls import BARE_LIST
 from tests.support.tool_outputs import TOOLS, WRITERS, call, damaged, lead, split
 
 CASES = int(os.environ.get("PARSER_CASES", "120"))

@@ -16,9 +16,9 @@ from banyan.config.schema import ScheduleConfig, ServerConfig
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import Finish
 from banyan.requests.request_spec import RequestSpec, spec_of
-from banyan.server.batches.lines import MAX_FAULTS, MAX_LINES, read_lines
-from banyan.server.batches.route import resume_batches
-from banyan.server.store.batch_output import AnswerLog, answer_line
+from banyan.server.batch_lines import MAX_FAULTS, MAX_LINES, read_lines
+from banyan.server.batches import resume_batches
+from banyan.server.store.batches import AnswerLog, answer_line
 from tests.server.fakes import Site, refusal, steps
 from tests.support.flags import config_of
 from tests.system.serving import wait_until
@@ -244,7 +244,7 @@ def test_a_batch_waits_while_others_have_all_seats(site: Site, client: openai.Op
 def test_a_line_that_finds_no_room_is_asked_again(
     site: Site, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banyan.server.batches.lines.RETRY_S", 0.0)
+    monkeypatch.setattr("banyan.server.batch_lines.RETRY_S", 0.0)
     site.generator.script = lambda _: steps(
         "", finish=refusal(503) if len(site.generator.asked) < 4 else None
     )

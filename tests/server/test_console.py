@@ -10,7 +10,7 @@ import pytest
 
 from banyan.base.ids import RequestId
 from banyan.messages.events import LiveRequest, Reply
-from banyan.server.console.files import POLICY, files, shell
+from banyan.server.console import POLICY, files, shell
 from tests.server.fakes import Site
 from tests.support.flags import config_of
 

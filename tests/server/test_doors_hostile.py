@@ -13,9 +13,8 @@ from banyan.server.anthropic import schema as anthropic
 from banyan.server.anthropic import translate as from_anthropic
 from banyan.server.ollama import schema as ollama
 from banyan.server.ollama import translate as from_ollama
-from banyan.server.openai.fields import typed
 from banyan.server.openai.prompts import checked_messages
-from banyan.server.openai.schema import ChatRequest
+from banyan.server.openai.schema import ChatRequest, typed
 from tests.server.fakes import Site
 from tests.server.talk import PATH
 

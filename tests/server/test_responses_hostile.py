@@ -6,17 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
-from banyan.server.openai.fields import account_for_members, typed
 from banyan.server.openai.prompts import checked_messages
-from banyan.server.openai.schema import ChatRequest
-from banyan.server.responses.items import given_items
-from banyan.server.responses.request import (
+from banyan.server.openai.schema import ChatRequest, account_for_members, typed
+from banyan.server.responses.tools import first_listings, offered_tools, shown_tools
+from banyan.server.responses.translate import (
     Reasoning,
     ResponsesRequest,
     TextForm,
     chat_body,
+    given_items,
 )
-from banyan.server.responses.tools import first_listings, offered_tools, shown_tools
 from banyan.server.tool_servers.base import ToolServers
 from banyan.server.tool_servers.demo import DemoServer
 from tests.server.fakes import Site

@@ -13,8 +13,8 @@ from banyan.parsers.answer_deltas import TextDelta, ToolCallArguments, ToolCallS
 from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolParser
-from banyan.server.openai.chat.tool_choice import ToolUse, tool_use
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.openai.tool_choice import ToolUse, tool_use
 from tests.grammar.play import begin, compiled, open_backend, play
 
 PARAMETERS = {

@@ -101,7 +101,7 @@ def test_files_and_answers_on_a_full_disk_are_refused_and_what_was_kept_stays(tm
         import asyncio, sys
         from pathlib import Path
         from banyan.base.errors import CapacityError, RequestError
-        from banyan.server.store.batch_output import AnswerLog, answer_line
+        from banyan.server.store.batches import AnswerLog, answer_line
         from banyan.server.store.storage import Storage
 
         async def main():

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from banyan.server.http import auth
-from banyan.server.openapi.bodies import SamplingParams
+from banyan.server.openapi import SamplingParams
 from banyan.server.routes import all_routes
 from tests.models.families import tiny
 from tests.support.lora import write_adapter

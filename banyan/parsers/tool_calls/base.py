@@ -107,7 +107,7 @@ class ToolFormat:
         read: reads a whole answer, and returns at its end.
         markers: texts that detokenisation must keep, even if they are special tokens.
         tag: lets a grammar force a call with JSON arguments; None = calls are forced as a bare JSON
-            list (`tagged.BARE_LIST`).
+            list (`json_calls.BARE_LIST`).
         trigger: the text that every tag starts with.
         id_chars: length of the alphanumeric call ids that the family's chat templates require; 0 =
             any id is valid.

@@ -26,8 +26,8 @@ the encoding folder of the DeepSeek-V3.2 model repository.
 
 from banyan.parsers.incremental import Delimiters, Malformed, Reading, StreamingText
 from banyan.parsers.tool_calls.base import ToolCallWriter, ToolFormat, read_arguments, read_name
+from banyan.parsers.tool_calls.json_calls import text_with_calls
 from banyan.parsers.tool_calls.markup import Markup, read_parameters
-from banyan.parsers.tool_calls.tagged import text_with_calls
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

@@ -1,15 +1,54 @@
-"""Arguments as tags, one per parameter: the base of the formats that are not JSON.
+"""Calls whose arguments are tags, one per parameter: Qwen3-Coder, GLM, Step-3.
 
 A value is text, and the tool's schema gives its JSON type. Strings are streamed; other values are
 passed on when they are complete.
+
+Qwen3-Coder writes tags that contain the names, and sometimes leaves out the outer tag:
+
+    <tool_call>
+    <function=f>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+
+GLM 4.5 and later write the name, then pairs of key and value tags:
+
+    <tool_call>f
+    <arg_key>city</arg_key>
+    <arg_value>Paris</arg_value>
+    </tool_call>
+
+Step-3 writes XML in the namespace steptml, between special tokens:
+
+    <｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">
+    <steptml:parameter name="city">Paris</steptml:parameter></steptml:invoke><｜tool_call_end｜>
+    <｜tool_calls_end｜>
+
+Sources: the chat templates of Qwen3-Coder, GLM-4.5, GLM-4.6 and step3.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from banyan.parsers.incremental import Delimiters, Reading, Sink, StreamingText, Truncated
-from banyan.parsers.tool_calls.base import MAX_NAME_CHARS, ToolCallWriter
+from banyan.parsers.incremental import (
+    Delimiters,
+    Malformed,
+    Reading,
+    Sink,
+    StreamingText,
+    Truncated,
+)
+from banyan.parsers.tool_calls.base import (
+    MAX_NAME_CHARS,
+    ToolCallWriter,
+    ToolFormat,
+    read_name,
+    read_or_text,
+)
+from banyan.parsers.tool_calls.json_calls import text_with_calls
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
@@ -166,3 +205,85 @@ def _no_constant(name: str) -> object:
 
 def _drop(_: str) -> None:
     """Sink for text that is ignored."""
+
+
+_CODER_OUTER, _CODER_OUTER_END, _CODER_INNER = "<tool_call>", "</tool_call>", "<function="
+_CODER_DELIMITERS = Delimiters(_CODER_OUTER, _CODER_INNER)
+_CODER_NAME_END = Delimiters(">")
+_CODER_MARKUP = Markup("<parameter=", ">", "</parameter>", "</function>", is_lines=True)
+
+
+def _read_coder(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    while opener := (yield from source.until(_CODER_DELIMITERS, out.add_text)):
+        yield from read_or_text(source, out, opener, _coder_call(source, out, opener))
+
+
+def _coder_call(source: StreamingText, out: ToolCallWriter, opener: str) -> Reading[None]:
+    if opener == _CODER_OUTER:
+        yield from source.spaces()
+        yield from source.expect(_CODER_INNER)
+    name, _ = yield from read_name(source, _CODER_NAME_END)
+    out.begin_call(name)
+    yield from read_parameters(source, out, name, _CODER_MARKUP)
+    out.end_call()
+    yield from source.spaces()
+    yield from source.follows(_CODER_OUTER_END)
+
+
+QWEN3_CODER = ToolFormat(_read_coder, (_CODER_OUTER, _CODER_OUTER_END))
+
+
+_GLM_CALL, _GLM_CALL_END = "<tool_call>", "</tool_call>"
+_GLM_KEY, _GLM_KEY_END, _GLM_VALUE, _GLM_VALUE_END = (
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+)
+_GLM_NAME_END = Delimiters("\n", _GLM_KEY, _GLM_CALL_END)
+_GLM_MARKUP = Markup(_GLM_KEY, _GLM_KEY_END, _GLM_VALUE_END, _GLM_CALL_END, value_start=_GLM_VALUE)
+
+
+def _glm_call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    yield from source.spaces()
+    text, _ = yield from source.collect(_GLM_NAME_END, MAX_NAME_CHARS, keeps_delimiter=True)
+    name = text.strip()
+    out.begin_call(name)
+    yield from read_parameters(source, out, name, _GLM_MARKUP)
+    out.end_call()
+
+
+GLM45 = ToolFormat(
+    text_with_calls(_GLM_CALL, _glm_call),
+    (_GLM_CALL, _GLM_CALL_END, _GLM_KEY, _GLM_KEY_END, _GLM_VALUE, _GLM_VALUE_END),
+)
+
+
+_STEP_CALLS, _STEP_CALLS_END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
+_STEP_CALL, _STEP_CALL_END = "<｜tool_call_begin｜>", "<｜tool_call_end｜>"
+_STEP_SEPARATOR = "<｜tool_sep｜>"
+_STEP_KIND_END = Delimiters(_STEP_SEPARATOR)
+_STEP_NAME_END = Delimiters('">')
+_STEP_MARKUP = Markup(
+    '<steptml:parameter name="', '">', "</steptml:parameter>", "</steptml:invoke>"
+)
+
+
+def _step_call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    kind, _ = yield from read_name(source, _STEP_KIND_END)
+    if kind != "function":
+        raise Malformed
+    yield from source.spaces()
+    yield from source.expect('<steptml:invoke name="')
+    name, _ = yield from read_name(source, _STEP_NAME_END)
+    out.begin_call(name)
+    yield from read_parameters(source, out, name, _STEP_MARKUP)
+    out.end_call()
+    yield from source.spaces()
+    yield from source.follows(_STEP_CALL_END)
+
+
+STEP3 = ToolFormat(
+    text_with_calls(_STEP_CALL, _step_call, _STEP_CALLS, _STEP_CALLS_END),
+    (_STEP_CALLS, _STEP_CALLS_END, _STEP_CALL, _STEP_CALL_END, _STEP_SEPARATOR),
+)

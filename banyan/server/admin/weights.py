@@ -10,9 +10,9 @@ from banyan.base.log import logger, printable
 from banyan.engine_client.data_parallel import agreed
 from banyan.lora.adapter_files import AdapterPlace, checked_name
 from banyan.messages.events import Reply
-from banyan.server.embeddings.sglang import refuse_fields
+from banyan.server.embeddings import refuse_fields
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 log = logger(__name__)

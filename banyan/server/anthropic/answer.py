@@ -18,10 +18,10 @@ from banyan.parsers.answer_deltas import (
     merge_deltas,
 )
 from banyan.requests.generation import Finish, TextChunk, Usage
-from banyan.server.anthropic.conversation import signature
+from banyan.server.anthropic.translate import signature
 from banyan.server.errors import Json
-from banyan.server.openai.chat.answer import ChatChoice
-from banyan.server.openai.chat.plan import ChatPlan
+from banyan.server.openai.chat_completions import ChatChoice
+from banyan.server.openai.chat_plan import ChatPlan
 from banyan.server.openai.shapes import why_no_more
 
 PING: Json = {"type": "ping"}

@@ -1,13 +1,23 @@
 """From a request of the Messages API to the equivalent chat request."""
 
-from collections.abc import Mapping
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.chat_template.template import ChatTemplate
-from banyan.server.anthropic.conversation import chat_messages, continues
-from banyan.server.anthropic.schema import CountRequest, MessagesRequest, Tool, ToolChoice
+from banyan.server.anthropic.schema import (
+    Block,
+    CountRequest,
+    MessagesRequest,
+    Tool,
+    ToolChoice,
+    Turn,
+)
 from banyan.server.errors import Json
-from banyan.server.openai.fields import Report
+from banyan.server.openai.prompts import add_text, check_messages, json_text, whole_texts
+from banyan.server.openai.schema import Report
 
 FIELD_NAMES: Mapping[str, str] = {
     "stop": "stop_sequences",
@@ -133,3 +143,212 @@ def _form(request: CountRequest) -> Json:
             "json_schema": {"name": "output", "schema": schema},
         }
     }
+
+
+_BILLING = "x-anthropic-billing-header:"
+_ROLES = ("user", "assistant", "system")
+
+
+def chat_messages(
+    system: str | list[Block] | None,
+    turns: Sequence[Turn],
+    takes_late_system: bool,
+    report: Report,
+) -> list[Json]:
+    """The conversation in the form that chat templates read.
+
+    Args:
+        takes_late_system: the template shows system messages after others; otherwise they become
+            user text, which is reported.
+        report: callback (field, why it is not honoured).
+
+    Raises:
+        RequestError: a block is malformed, or of a kind that this server cannot show a model.
+    """
+    check_messages(len(turns))
+    found: list[Json] = []
+    if instructions := _system(system, report):
+        found.append({"role": "system", "content": instructions})
+    names: dict[str, str] = {}
+    for index, turn in enumerate(turns):
+        if turn.role not in _ROLES:
+            raise _refusal(f"messages[{index}].role must be one of {', '.join(_ROLES)}")
+        where = f"messages[{index}].content"
+        if turn.role == "system" and found and not takes_late_system:
+            report(where, "the chat template shows a system message first only; the user says it")
+            _add_to_user(found, turn, where)
+        elif isinstance(turn.content, str):
+            found.append({"role": turn.role, "content": turn.content})
+        elif turn.role == "assistant":
+            found.append(_assistant(turn.content, where, names, report))
+        else:
+            found += _given(turn, where, names)
+            if any(_wants_citations(block) for block in turn.content):
+                report(f"{where}.citations", "answers cite nothing")
+    if continues(turns) and found[-1].get("tool_calls"):
+        raise _refusal("the calls of the last message need a tool_result each before the answer")
+    return [whole_texts(message) for message in found]
+
+
+def continues(turns: Sequence[Turn]) -> bool:
+    """Whether the last message begins the answer."""
+    return bool(turns) and turns[-1].role == "assistant"
+
+
+def _system(system: str | list[Block] | None, report: Report) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    texts = [_text(block, f"system[{i}]") for i, block in enumerate(system)]
+    shown = [text for text in texts if not text.startswith(_BILLING)]
+    if len(shown) < len(texts):
+        # It differs from request to request, so that no prompt would begin like another.
+        report("system", f"the block {_BILLING!r} is not shown to the model")
+    return "\n".join(shown)
+
+
+def _assistant(blocks: list[Block], where: str, names: dict[str, str], report: Report) -> Json:
+    """A message of the model; notes the names of its calls under their ids."""
+    said: list[str] = []
+    thought: list[str] = []
+    calls: list[Json] = []
+    for i, block in enumerate(blocks):
+        place = f"{where}[{i}]"
+        match block.get("type"):
+            case "thinking":
+                shown = _member(block, "thinking", place)
+                thought.append(shown or hidden_in(block.get("signature")))
+            case "redacted_thinking":
+                report(place, "thinking that is encrypted cannot be shown to the model")
+            case "tool_use":
+                id, name = _member(block, "id", place), _member(block, "name", place)
+                given = block.get("input")
+                if not isinstance(given, dict):
+                    raise _refusal(f"{place}.input must be an object")
+                names[id] = name
+                function = {"name": name, "arguments": json_text(given, "messages")}
+                calls.append({"id": id, "type": "function", "function": function})
+            case _:
+                said.append(_text(block, place))
+    message: Json = {"role": "assistant", "content": "\n".join(said)}
+    if any(thought):
+        message["reasoning_content"] = "\n".join(thought)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _given(turn: Turn, where: str, names: dict[str, str]) -> list[Json]:
+    """Messages for one message of the user: tool results, and the texts around them."""
+    found: list[Json] = []
+    texts: list[str] = []
+
+    def end_text() -> None:
+        if texts:
+            found.append({"role": turn.role, "content": "\n".join(texts)})
+            texts.clear()
+
+    for i, block in enumerate(cast(list[Block], turn.content)):
+        place = f"{where}[{i}]"
+        if block.get("type") == "tool_result" and turn.role == "user":
+            end_text()
+            found.append(_result(block, place, names))
+        else:
+            texts.append(_text(block, place))
+    end_text()
+    return found
+
+
+def _wants_citations(block: Block) -> bool:
+    wanted = block.get("citations")
+    return isinstance(wanted, dict) and wanted.get("enabled") is True
+
+
+def _add_to_user(found: list[Json], turn: Turn, where: str) -> None:
+    """Append the text of a system message to the last user message, or add it as a message."""
+    blocks = [] if isinstance(turn.content, str) else turn.content
+    texts = [_text(block, f"{where}[{i}]") for i, block in enumerate(blocks)]
+    text = turn.content if isinstance(turn.content, str) else "\n".join(texts)
+    if found[-1]["role"] == "user":
+        add_text(found[-1], "content", text, "\n")
+    else:
+        found.append({"role": "user", "content": text})
+
+
+def _result(block: Block, place: str, names: dict[str, str]) -> Json:
+    id = _member(block, "tool_use_id", place)
+    content = block.get("content")
+    if isinstance(content, list):
+        parts = cast(list[object], content)
+        content = "\n".join(_text(part, f"{place}.content[{i}]") for i, part in enumerate(parts))
+    elif not isinstance(content, str | None):
+        raise _refusal(f"{place}.content must be a text or a list of blocks")
+    text = content or ""
+    if block.get("is_error") is True:
+        text = f"Error: {text}"
+    message: Json = {"role": "tool", "tool_call_id": id, "content": text}
+    if id in names:
+        message["name"] = names[id]
+    return message
+
+
+def _text(block: object, place: str) -> str:
+    """The text of a block of type text."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or not isinstance(kind, str):
+        raise _refusal(f"{place} must be a block with a type")
+    if kind == "text":
+        return _member(block, "text", place)
+    if kind == "search_result":
+        content = block.get("content")
+        parts = cast(list[object], content) if isinstance(content, list) else []
+        texts = [_text(part, f"{place}.content[{i}]") for i, part in enumerate(parts)]
+        head = f"{_member(block, 'title', place)} ({_member(block, 'source', place)})"
+        return "\n".join([head, *texts])
+    if kind == "tool_reference":
+        return f"The tool {_member(block, 'tool_name', place)} is available."
+    source = block.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        title = block.get("title")
+        text = _member(source, "data", f"{place}.source")
+        return f"{title}\n{text}" if isinstance(title, str) else text
+    raise RequestError(
+        f"Model only supports text input; received unsupported content type {kind[:40]!r} "
+        f"in {place}",
+        param="messages",
+        code="unsupported_content",
+    )
+
+
+def _member(block: Block, name: str, place: str) -> str:
+    found = block.get(name)
+    if not isinstance(found, str):
+        raise _refusal(f"{place}.{name} must be a text")
+    return found
+
+
+def _refusal(text: str) -> RequestError:
+    return RequestError(text, param="messages")
+
+
+_MARK = "banyan:"
+
+
+def signature(hidden: str = "") -> str:
+    """The signature of a thinking block; it carries `hidden` if the thinking is not shown."""
+    return _MARK + base64.b64encode(hidden.encode()).decode()
+
+
+def hidden_in(given: object) -> str:
+    """The thinking in a signature; "" for signatures of other servers.
+
+    Raises:
+        RequestError: it begins as ours and goes on as nothing of ours.
+    """
+    if not isinstance(given, str) or not given.startswith(_MARK):
+        return ""
+    try:
+        return base64.b64decode(given.removeprefix(_MARK), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        raise RequestError(
+            "the signature of a block of thinking has been changed", param="messages"
+        ) from None

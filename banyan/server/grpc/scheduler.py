@@ -42,7 +42,7 @@ from banyan.requests.generation import (
 )
 from banyan.requests.sampling_params import merged
 from banyan.server.admin import control, health, memory, server_info
-from banyan.server.embeddings.sglang import vector_service
+from banyan.server.embeddings import vector_service
 from banyan.server.errors import Json
 from banyan.server.http import auth
 from banyan.server.sglang.generate import native_service

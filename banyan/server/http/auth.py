@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from banyan.base.errors import ConfigError, RequestError
-from banyan.base.hosts import is_loopback
 from banyan.base.log import printable
+from banyan.base.os import is_loopback
 from banyan.server.http.api_keys import ANYONE, Caller, Keys, digest
 
 OPEN = "open"

@@ -23,7 +23,7 @@ import uvloop
 
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger, printable
-from banyan.base.named_code import load_named
+from banyan.base.table import load_named
 from banyan.base.thread_pool import use_threads
 from banyan.config.schema import Config
 from banyan.engine_client.client import EngineClient
@@ -31,7 +31,7 @@ from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.routing import ROUTES
 from banyan.server.admin.recordings import dumper
-from banyan.server.batches.route import resume_batches
+from banyan.server.batches import resume_batches
 from banyan.server.http.auth import open_signer
 from banyan.server.http.listen import CLOSING_S, check_exposure
 from banyan.server.lifecycle.startup import end_phase, open_service, report

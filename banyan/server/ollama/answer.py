@@ -15,8 +15,8 @@ from banyan.parsers.answer_deltas import (
 )
 from banyan.requests.generation import TextChunk
 from banyan.server.errors import Json
-from banyan.server.openai.chat.answer import ChatChoice
-from banyan.server.openai.chat.plan import ChatPlan
+from banyan.server.openai.chat_completions import ChatChoice
+from banyan.server.openai.chat_plan import ChatPlan
 from banyan.server.openai.shapes import chat_logprobs, why_no_more
 from banyan.server.state import Service
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.ollama.fields import model_and_adapter_of, read, reporter
-from banyan.server.ollama.schema import SAMPLING, ShowRequest
+from banyan.server.ollama.schema import SAMPLING, ShowRequest, model_and_adapter_of, read, reporter
 from banyan.server.openai.schema import SAMPLING as NATIVE
 from banyan.server.state import ServerState, Service
 

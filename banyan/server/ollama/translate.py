@@ -13,8 +13,8 @@ from banyan.server.ollama.schema import (
     OllamaChatRequest,
     TextRequest,
 )
-from banyan.server.openai.fields import Report
 from banyan.server.openai.prompts import check_messages, json_text
+from banyan.server.openai.schema import Report
 
 FIELD_NAMES: Mapping[str, str] = {
     "max_new_tokens": "num_predict",

@@ -22,15 +22,15 @@ from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate
 from banyan.server.http.exchange import HttpExchange, Later, follow
-from banyan.server.openai.fields import (
+from banyan.server.openai.models import model_and_adapters
+from banyan.server.openai.prompts import check_count, checked_ids, ids_text, text_ids
+from banyan.server.openai.schema import (
+    CompletionRequest,
     native_sampling,
     read_fields,
     specs_of,
     with_openai_names,
 )
-from banyan.server.openai.models import model_and_adapters
-from banyan.server.openai.prompts import check_count, checked_ids, ids_text, text_ids
-from banyan.server.openai.schema import CompletionRequest
 from banyan.server.openai.shapes import (
     Extension,
     UsageCount,

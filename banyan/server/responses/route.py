@@ -20,23 +20,30 @@ from banyan.chat_template.template import ChatTemplate
 from banyan.requests.context import RequestContext
 from banyan.requests.generation import run
 from banyan.server.errors import Json, internal
+from banyan.server.http.dialect import RESPONSES
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.http.route import Body, Route
-from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
-from banyan.server.openai.fields import (
+from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
+from banyan.server.openai.files import listed, page
+from banyan.server.openai.models import model_and_adapter
+from banyan.server.openai.schema import (
+    ChatRequest,
     Report,
     account_for,
     account_for_members,
     typed,
     with_names,
 )
-from banyan.server.openai.files import listed, page
-from banyan.server.openai.models import model_and_adapter
-from banyan.server.openai.schema import ChatRequest
 from banyan.server.responses.answer import ResponseAnswer
-from banyan.server.responses.dialect import RESPONSES
-from banyan.server.responses.items import given_items
-from banyan.server.responses.request import (
+from banyan.server.responses.tools import (
+    MAX_CALLS,
+    MAX_TURNS,
+    Offered,
+    ServerCalls,
+    first_listings,
+    offered_tools,
+)
+from banyan.server.responses.translate import (
     FIELD_NAMES,
     HARMLESS,
     REFUSED,
@@ -45,14 +52,7 @@ from banyan.server.responses.request import (
     ResponsesRequest,
     TextForm,
     chat_body,
-)
-from banyan.server.responses.tools import (
-    MAX_CALLS,
-    MAX_TURNS,
-    Offered,
-    ServerCalls,
-    first_listings,
-    offered_tools,
+    given_items,
 )
 from banyan.server.state import ServerState, Service
 from banyan.server.store.responses import StoredResponse

@@ -12,7 +12,7 @@ import orjson
 
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
-from banyan.server.openai.fields import Report, typed
+from banyan.server.openai.schema import Report, typed
 from banyan.server.tool_servers.base import (
     ServerTool,
     ToolConnection,

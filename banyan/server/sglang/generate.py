@@ -10,7 +10,7 @@ from banyan.requests.generate_response import NativeService, NativeSettings
 from banyan.requests.sampling_params import Limits, merged
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState, Service
 
 

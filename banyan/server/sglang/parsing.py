@@ -10,14 +10,13 @@ from banyan.base.table import Table
 from banyan.base.thread_pool import off_loop
 from banyan.parsers.answer_deltas import AnswerDelta, TextDelta, ToolCallArguments, ToolCallStart
 from banyan.parsers.choice import NONE
-from banyan.parsers.reasoning import REASONING_PARSERS
-from banyan.parsers.reasoning.base import ReasoningParser, SegmentKind
+from banyan.parsers.reasoning import REASONING_PARSERS, ReasoningParser, SegmentKind
 from banyan.parsers.tool_calls import TOOL_PARSERS
 from banyan.parsers.tool_calls.base import ToolParser
 from banyan.parsers.tool_calls.definitions import read_tools
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
 
 T = TypeVar("T")

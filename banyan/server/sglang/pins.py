@@ -13,7 +13,7 @@ from banyan.messages.events import PinFact
 from banyan.server.errors import Json
 from banyan.server.http.api_keys import digest
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
+from banyan.server.openai.schema import typed
 from banyan.server.sglang.generate import native_service
 from banyan.server.state import ServerState
 

@@ -10,9 +10,8 @@ from banyan.parsers.tool_calls.definitions import read_tools
 from banyan.requests.prompts import encode_texts
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.fields import typed
 from banyan.server.openai.prompts import Conversation, chat_ids, check_count, ids_text
-from banyan.server.openai.schema import Message
+from banyan.server.openai.schema import Message, typed
 from banyan.server.state import ServerState, Service
 
 MAX_TOKENIZED = 1 << 17
