@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
+from banyan import __version__
 from banyan.ascend.launch.machine import device_numbers, npu_doctor
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.os import unsupported_reason
@@ -58,21 +59,20 @@ def doctor(argv: Sequence[str]) -> int:
 
 def version(argv: Sequence[str]) -> int:
     """Print the version; --json adds Python and torch."""
-    own = _version_of("banyan") or "unknown (not installed as a package)"
     if "--json" in argv:
         versions = {
-            "banyan": own,
+            "banyan": __version__,
             "python": platform.python_version(),
             "torch": _version_of("torch"),
         }
         print(json.dumps(versions))
     else:
-        print(f"banyan {own}")
+        print(f"banyan {__version__}")
     return 0
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    yield "banyan", _version_of("banyan") or "run from its source folder"
+    yield "banyan", __version__
     yield "system", f"{platform.system()} {platform.machine()}{_speed()}"
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     for name in _PACKAGES:
