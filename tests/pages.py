@@ -43,6 +43,9 @@ _FAMILY_HEAD = "| family | class in config.json | GGUF architecture | remarks |"
 _NESTED_ELSEWHERE = {
     "Step3VLForConditionalGeneration": "test_step.py",
     "Step3p7ForConditionalGeneration": "test_families.py[step 3.7]",
+    "InternVLChatModel": "test_nested.py",
+    "KimiVLForConditionalGeneration": "test_nested.py[kimi k2.5]",
+    "KimiK25ForConditionalGeneration": "test_nested.py[kimi k2.5]",
     "Qwen3_5ForConditionalGeneration": "test_families.py",
     "Qwen3_5MoeForConditionalGeneration": "test_families.py",
 }

@@ -10,10 +10,14 @@ _TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "model.text_model.": "model.",
 }
-"""How transformers 5 names the text model's weights, and how it did before."""
-_VISION = ("vision_tower.", "multi_modal_projector.")
-_QWEN = ("visual.",)
+"""Names of Qwen3-VL and GLM-V; of Gemma 3, LLaVA and most others; of SmolVLM."""
+_VISUAL = ("visual.",)
+_TOWER = ("vision_tower.", "multi_modal_projector.")
+_LLAVA = (*_TOWER, "image_newline")
+_IDEFICS = ("vision_model.", "connector.")
+_KIMI = ("vision_tower.", "mm_projector.")
 _STEP = ("vision_model.", "vit_downsampler", "vit_large_projector.", "multi_modal_projector.")
 
 
@@ -48,14 +52,29 @@ class NestedForm:
 
 
 NESTED: Mapping[str, NestedForm] = {
-    "Qwen2VLForConditionalGeneration": NestedForm(_QWEN, "Qwen2ForCausalLM"),
-    "Qwen2_5_VLForConditionalGeneration": NestedForm(_QWEN, "Qwen2ForCausalLM"),
-    "Qwen3VLForConditionalGeneration": NestedForm(_QWEN, "Qwen3ForCausalLM"),
+    "Qwen2VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM"),
+    "Qwen2_5_VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM"),
+    "Qwen3VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen3ForCausalLM"),
     "Qwen3VLMoeForConditionalGeneration": NestedForm(
-        _QWEN, "Qwen3MoeForCausalLM", values={"norm_topk_prob": True}, may_turn_stacks=True
+        _VISUAL, "Qwen3MoeForCausalLM", values={"norm_topk_prob": True}, may_turn_stacks=True
     ),
-    "Qwen3_5ForConditionalGeneration": NestedForm(_QWEN, "Qwen3_5ForCausalLM"),
-    "Qwen3_5MoeForConditionalGeneration": NestedForm(_QWEN, "Qwen3_5MoeForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": NestedForm(_VISUAL, "Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForConditionalGeneration": NestedForm(_VISUAL, "Qwen3_5MoeForCausalLM"),
+    "Gemma3ForConditionalGeneration": NestedForm(_TOWER, "Gemma3ForCausalLM"),
+    "Mistral3ForConditionalGeneration": NestedForm(_TOWER),
+    "LlavaForConditionalGeneration": NestedForm(_LLAVA),
+    "LlavaNextForConditionalGeneration": NestedForm(_LLAVA),
+    "LlavaOnevisionForConditionalGeneration": NestedForm(_LLAVA),
+    "InternVLForConditionalGeneration": NestedForm(_TOWER),
+    "InternVLChatModel": NestedForm(("vision_model.", "mlp1."), key="llm_config"),
+    "SmolVLMForConditionalGeneration": NestedForm(_IDEFICS),
+    "Idefics3ForConditionalGeneration": NestedForm(_IDEFICS),
+    "Glm4vForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM"),
+    "Glm46VForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM"),
+    "Glm4vMoeForConditionalGeneration": NestedForm(_VISUAL, "Glm4MoeForCausalLM"),
+    "KimiVLForConditionalGeneration": NestedForm(_TOWER, "DeepseekV3ForCausalLM"),
+    "KimiK25ForConditionalGeneration": NestedForm(_KIMI, "DeepseekV3ForCausalLM"),
+    "Kimi_K25ForConditionalGeneration": NestedForm(_KIMI, "DeepseekV3ForCausalLM"),
     "Step3VLForConditionalGeneration": NestedForm(_STEP, "Step3TextForCausalLM"),
     "Step3p7ForConditionalGeneration": NestedForm(_STEP, "Step3p7ForCausalLM"),
 }
@@ -68,12 +87,53 @@ class TextModel:
 
     Attributes:
         architecture: its class in transformers.
-        defaults: sizes that its configuration may leave out, as transformers' class has them.
+        defaults: fields that its configuration may leave out, as transformers' class has them.
     """
 
     architecture: str
     defaults: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
-TEXT_MODELS: Mapping[str, TextModel] = {}
-"""For checkpoints whose class does not determine the text model."""
+_LLAMA_7B = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_MISTRAL_7B = _LLAMA_7B | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+TEXT_MODELS: Mapping[str, TextModel] = {
+    "llama": TextModel("LlamaForCausalLM", _LLAMA_7B),
+    "mistral": TextModel("MistralForCausalLM", _MISTRAL_7B),
+    "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
+    "glm4v_text": TextModel(
+        "Glm4ForCausalLM", {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5}
+    ),
+    "mixtral": TextModel("MixtralForCausalLM"),
+    "qwen2": TextModel("Qwen2ForCausalLM"),
+    "qwen3": TextModel("Qwen3ForCausalLM"),
+    "qwen3_moe": TextModel("Qwen3MoeForCausalLM"),
+    "gpt_oss": TextModel("GptOssForCausalLM"),
+    "gemma2": TextModel("Gemma2ForCausalLM"),
+    "phi3": TextModel("Phi3ForCausalLM"),
+    "granite": TextModel("GraniteForCausalLM"),
+    "cohere2": TextModel("Cohere2ForCausalLM"),
+    "lfm2": TextModel("Lfm2ForCausalLM"),
+    "ernie4_5": TextModel("Ernie4_5ForCausalLM"),
+    "deepseek_v3": TextModel("DeepseekV3ForCausalLM"),
+}
+"""By `model_type` of the text part, for classes that take several text models."""

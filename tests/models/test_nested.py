@@ -30,6 +30,38 @@ _QWEN3_VIT = _VIT | {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
+_GLM_VIT = _VIT | {"out_hidden_size": 48, "image_size": 28}
+_SIGLIP = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_CLIP = _SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 8}
+_PIXTRAL = _SIGLIP | {"model_type": "pixtral", "head_dim": 4}
+_SQUARE = _SIGLIP | {"image_size": [28, 28], "patch_size": [14, 14]}
+_FOUR = {"num_attention_heads": 4, "head_dim": None}
+_FOUR_WIDE = {"num_attention_heads": 4}
+_HALF = {"partial_rotary_factor": 0.5}
+_DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 6,
+    "head_dim": None,
+}
 VARIANTS: dict[str, tuple[str, dict, dict]] = {
     "qwen2 vl": (
         "Qwen2VL",
@@ -51,8 +83,50 @@ VARIANTS: dict[str, tuple[str, dict, dict]] = {
         {"rope_parameters": _AXES | {"mrope_interleaved": True}, **_MOE},
         _QWEN3_VIT,
     ),
+    "gemma3": ("Gemma3", {"sliding_window": 7, "num_hidden_layers": 7}, _SIGLIP),
+    "mistral3": ("Mistral3", {"model_type": "mistral"}, _PIXTRAL),
+    "llava, llama": ("Llava", {"model_type": "llama"}, _CLIP),
+    "llava, qwen2": ("Llava", {"model_type": "qwen2", **_FOUR}, _CLIP),
+    "llava next": ("LlavaNext", {"model_type": "mistral"}, _CLIP),
+    "llava onevision": (
+        "LlavaOnevision",
+        {"model_type": "qwen2", **_FOUR},
+        _SIGLIP | {"model_type": "siglip_vision_model"},
+    ),
+    "internvl, qwen3": ("InternVL", {"model_type": "qwen3"}, _SQUARE),
+    "internvl, experts": (
+        "InternVL",
+        {"model_type": "qwen3_moe", "norm_topk_prob": True, **_MOE},
+        _SQUARE,
+    ),
+    "smolvlm": ("SmolVLM", {"model_type": "llama"}, _SIGLIP),
+    "idefics3": ("Idefics3", {"model_type": "llama"}, _SIGLIP),
+    "glm4v": ("Glm4v", {"rope_parameters": _AXES, **_FOUR_WIDE}, _GLM_VIT),
+    "glm4.6v": (
+        "Glm46V",
+        {"model_type": "glm4v_text", "rope_parameters": _AXES, **_FOUR_WIDE},
+        _GLM_VIT | {"model_type": "glm4v_vision"},
+    ),
+    "glm4v, half of a head rotates": (
+        "Glm4v",
+        {"rope_parameters": _AXES | {"mrope_section": [1, 1, 1], **_HALF}, **_FOUR_WIDE},
+        _GLM_VIT,
+    ),
+    "glm4v moe": (
+        "Glm4vMoe",
+        {"rope_parameters": _AXES | {"mrope_section": [1, 1, 1], **_HALF}, **_DEEPSEEK},
+        _GLM_VIT,
+    ),
+    "kimi k2.5": ("Kimi_K25", {**_DEEPSEEK, **_LATENT}, _VIT | {"num_attention_heads": 2}),
 }
 """Name -> transformers' name of the model, changes of its text part, and its vision part."""
+
+
+_TOWERS = (
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+_NEWER = ("language_model.model.", "model.language_model.")
 
 
 def tiny(variant: str, folder, **outer):
@@ -70,7 +144,29 @@ def tiny(variant: str, folder, **outer):
             parameter.copy_(torch.randn_like(parameter) * spread)
     model.tie_weights()
     model.save_pretrained(folder)
+    if (
+        name == "Kimi_K25"
+    ):  # transformers 5.23 renames the text model's layers along with the tower's
+        rename(folder, ("language_model.model.blocks.", "language_model.model.layers."))
     return model
+
+
+def rename(folder, *changes: tuple[str, str]) -> None:
+    """Change the beginnings of weights' names."""
+    weights = load_file(folder / "model.safetensors")
+    for old, new in changes:
+        weights = {
+            new + name.removeprefix(old) if name.startswith(old) else name: weight
+            for name, weight in weights.items()
+        }
+    save_file(weights, folder / "model.safetensors")
+
+
+def rewrite(folder, change) -> None:
+    """Apply a change to config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def assert_as_transformers(reference, folder, ops, paged) -> None:
@@ -115,10 +211,12 @@ def test_a_start_line_counts_the_weights_that_are_left_out(ops, tmp_path, caplog
 def test_the_whole_models_word_on_its_head_counts_and_else_the_weights(is_tied, tmp_path):
     """The text part of many configurations states a class's default."""
     tiny("qwen3 vl", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["tie_word_embeddings"] = None if is_tied is None else not is_tied
-    config["tie_word_embeddings"] = is_tied
-    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def state(config):
+        config["text_config"]["tie_word_embeddings"] = None if is_tied is None else not is_tied
+        config["tie_word_embeddings"] = is_tied
+
+    rewrite(tmp_path, state)
 
     assert read_model_config(str(tmp_path)).tie_embeddings is bool(is_tied)
 
@@ -130,3 +228,84 @@ def test_weights_of_no_known_place_are_an_error(ops, tmp_path):
 
     with pytest.raises(ModelError, match=r"model\.other"):
         load_model(read_model_config(str(tmp_path)), Build(ops))
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("qwen2.5 vl", [("model.language_model.", "model."), ("model.visual.", "visual.")]),
+        ("gemma3", [("language_model.model.", "model.language_model."), *_TOWERS]),
+        ("llava, llama", [("language_model.lm_head", "lm_head"), _NEWER, *_TOWERS]),
+        ("smolvlm", [("model.text_model.", "model.language_model.")]),
+    ],
+)
+def test_names_of_other_versions_of_transformers_are_read(variant, changes, ops, paged, tmp_path):
+    reference = tiny(variant, tmp_path)
+    rename(tmp_path, *changes)
+
+    assert_as_transformers(reference, tmp_path, ops, paged)
+
+
+def test_the_first_qwen_vl_models_keep_their_fields_at_the_top(ops, paged, tmp_path):
+    reference = tiny("qwen2 vl", tmp_path)
+
+    def flatten(config):
+        text = config.pop("text_config")
+        scaling = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
+        config |= text | {"rope_scaling": scaling, "rope_theta": 1e4, "model_type": "qwen2_vl"}
+
+    rewrite(tmp_path, flatten)
+
+    assert_as_transformers(reference, tmp_path, ops, paged)
+
+
+def test_the_makers_form_of_internvl_is_read(ops, paged, tmp_path):
+    reference = tiny("internvl, qwen3", tmp_path)
+    rename(tmp_path, ("vision_tower.", "vision_model."), ("multi_modal_projector.", "mlp1."))
+
+    def as_published(config):
+        config["llm_config"] = config.pop("text_config") | {"architectures": ["Qwen3ForCausalLM"]}
+        config["architectures"] = ["InternVLChatModel"]
+        config["auto_map"] = {"AutoModel": "modeling_internvl_chat.InternVLChatModel"}
+
+    rewrite(tmp_path, as_published)
+
+    assert_as_transformers(reference, tmp_path, ops, paged)
+
+
+@pytest.mark.parametrize(
+    ("variant", "listed"),
+    [
+        ("llava, llama", transformers.LlamaConfig),
+        ("llava next", transformers.MistralConfig),
+        ("gemma3", transformers.Gemma3TextConfig),
+    ],
+)
+def test_sizes_that_a_text_part_leaves_out_are_those_of_its_class(variant, listed, tmp_path):
+    tiny(variant, tmp_path)
+    kept = ("model_type", "architectures", "sliding_window")
+    rewrite(
+        tmp_path,
+        lambda config: config.update(
+            text_config={k: v for k, v in config["text_config"].items() if k in kept}
+        ),
+    )
+
+    model_config, expected = read_model_config(str(tmp_path)), listed()
+
+    assert model_config.context_length == expected.max_position_embeddings
+    assert model_config.num_layers == expected.num_hidden_layers
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim"):
+        assert getattr(model_config, name) == getattr(expected, name), name
+    assert model_config.num_heads == expected.num_attention_heads
+    assert model_config.num_kv_heads == expected.num_key_value_heads
+
+
+def test_an_unknown_text_model_is_refused_with_the_known_ones(tmp_path):
+    tiny("llava, llama", tmp_path)
+    rewrite(tmp_path, lambda config: config["text_config"].update(model_type="opt"))
+
+    with pytest.raises(ModelError, match="LlavaForConditionalGeneration.*'?opt") as caught:
+        read_model_config(str(tmp_path))
+
+    assert "qwen3_moe" in caught.value.hint
