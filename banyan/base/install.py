@@ -1,9 +1,10 @@
-"""Commands that install optional packages, for the hints of error messages."""
+"""The version, and commands that install optional packages, for the hints of error messages."""
 
 import shlex
 import sys
 from pathlib import Path
 
+VERSION = "0.1.0"
 DISTRIBUTION = "banyan-serve"
 """Name on the package index. The package of the name "banyan" there is another program."""
 SOURCE = Path(__file__).resolve().parents[2]

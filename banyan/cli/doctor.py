@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
-from banyan import __version__
 from banyan.ascend.launch.machine import device_numbers, npu_doctor
 from banyan.base.errors import ConfigError, ModelError
+from banyan.base.install import VERSION
 from banyan.base.os import unsupported_reason
 from banyan.cli.check import take
 from banyan.config.env import Environment
@@ -61,18 +61,18 @@ def version(argv: Sequence[str]) -> int:
     """Print the version; --json adds Python and torch."""
     if "--json" in argv:
         versions = {
-            "banyan": __version__,
+            "banyan": VERSION,
             "python": platform.python_version(),
             "torch": _version_of("torch"),
         }
         print(json.dumps(versions))
     else:
-        print(f"banyan {__version__}")
+        print(f"banyan {VERSION}")
     return 0
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    yield "banyan", __version__
+    yield "banyan", VERSION
     yield "system", f"{platform.system()} {platform.machine()}{_speed()}"
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     for name in _PACKAGES:

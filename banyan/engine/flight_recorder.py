@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack
 from zlib import crc32
 
-from banyan import __version__
+from banyan.base.install import VERSION
 from banyan.base.log import logger
 from banyan.config.schema import ObserveConfig
 from banyan.engine import snapshot
@@ -81,7 +81,7 @@ class FlightRecorder(Records):
 
     def _begin(self, now: float) -> None:
         """Continue in the other half, which is overwritten."""
-        body = self._encoder.encode(Began(now, time.time(), __version__, self._snapshot()))
+        body = self._encoder.encode(Began(now, time.time(), VERSION, self._snapshot()))
         start = len(RING_MAGIC) + self._number % 2 * self._half
         HALF.pack_into(self._memory, start, 0, 0)
         self._end, self._limit = start + HALF.size, start + self._half

@@ -23,8 +23,8 @@ import msgspec
 import zmq
 import zmq.utils.z85
 
-from banyan import __version__
 from banyan.base.errors import ConfigError, DeviceError
+from banyan.base.install import VERSION
 from banyan.base.log import logger, printable
 from banyan.base.os import is_loopback
 from banyan.config.schema import ParallelConfig
@@ -123,7 +123,7 @@ def own_hello(parallel: ParallelConfig, model_config: ModelConfig) -> Hello:
         nodes=parallel.nodes,
         tp=parallel.tp,
         pp=parallel.pp,
-        version=__version__,
+        version=VERSION,
         weights=fingerprint(model_config),
         cp=parallel.cp,
         dp=parallel.dp if parallel.uses_dp_attention else 1,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from banyan import __version__
 from banyan.base.errors import ModelError
+from banyan.base.install import VERSION
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import (
     Began,
@@ -135,9 +135,9 @@ def _begin(core: EngineCore, record: Began, grammars: GrammarFactory | None) -> 
             "the flight recorder had no room for a snapshot, so nothing can be replayed",
             hint="raise --flight-recorder-bytes",
         )
-    if record.build != __version__:
+    if record.build != VERSION:
         raise ModelError(
-            f"recorded by version {record.build}, and this is {__version__}: only the version "
+            f"recorded by version {record.build}, and this is {VERSION}: only the version "
             "that took a snapshot can go on from it"
         )
     restore(core, record.core, grammars)
