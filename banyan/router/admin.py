@@ -35,7 +35,7 @@ async def livez(exchange: HttpExchange, state: RouterState) -> None:
 
 
 async def readyz(exchange: HttpExchange, state: RouterState) -> None:
-    trouble = state.trouble(exchange.context)
+    trouble = state.trouble(exchange)
     body: Json = {"status": "not ready" if trouble else "ready"}
     if trouble:
         body |= {"reason": trouble}
@@ -44,7 +44,7 @@ async def readyz(exchange: HttpExchange, state: RouterState) -> None:
 
 async def health(exchange: HttpExchange, state: RouterState) -> None:
     """As readyz, but a draining router is healthy, and the body of a 200 is empty."""
-    trouble = state.trouble(exchange.context) if state.pool.trouble() else ""
+    trouble = state.trouble(exchange) if state.pool.trouble() else ""
     if trouble:
         body = {"status": "unhealthy", "reason": trouble}
         await exchange.json(body, 503, _retry(trouble))
@@ -54,7 +54,7 @@ async def health(exchange: HttpExchange, state: RouterState) -> None:
 
 async def health_generate(exchange: HttpExchange, state: RouterState) -> None:
     """200 if every worker generates a token."""
-    if trouble := state.trouble(exchange.context):
+    if trouble := state.trouble(exchange):
         raise unavailable(trouble, "no_worker")
     found = await send_to_all(exchange, state)
     bad = {w: answer for w, answer in found.items() if answer.status != 200}
@@ -134,10 +134,10 @@ async def broadcast(exchange: HttpExchange, state: RouterState) -> None:
     """Send the request to every worker; 200 if all of them answer 200."""
     found = await send_to_all(exchange, state)
     if not found:
-        raise unavailable(state.trouble(exchange.context) or "there is no worker", "no_worker")
+        raise unavailable(state.trouble(exchange) or "there is no worker", "no_worker")
     replies: list[Json] = [
         {
-            "worker": state.name_of(w, exchange.context),
+            "worker": state.name_of(w, exchange),
             "status": answer.status,
             "body": answer.json(),
         }
@@ -153,7 +153,7 @@ async def server_info(exchange: HttpExchange, state: RouterState) -> None:
     found = await send_to_all(exchange, state)
     infos = {w: info for w, a in found.items() if a.status == 200 and is_object(info := a.json())}
     if not infos:
-        trouble = state.trouble(exchange.context)
+        trouble = state.trouble(exchange)
         failures = _failures(found, exchange, state)
         raise unavailable(failures or trouble or "there is no worker", "no_worker")
     by_kind = {k: [i for w, i in infos.items() if w.spec.kind == k] for k in KINDS}
@@ -164,8 +164,8 @@ async def server_info(exchange: HttpExchange, state: RouterState) -> None:
         states += of_one if is_list(of_one) else []
     pools: Json = {kind: by_kind[kind] for kind in (PREFILL, DECODE) if by_kind[kind]}
     first = answering[0] if answering else next(iter(infos.values()))
-    router: Json = {"trouble": state.trouble(exchange.context)}
-    if state.sees_workers(exchange.context):
+    router: Json = {"trouble": state.trouble(exchange)}
+    if state.sees_workers(exchange):
         router["workers"] = [facts_of(w) for w in state.pool.workers]
     await exchange.json({**first, "internal_states": states, **pools, "router": router})
 
@@ -175,7 +175,7 @@ async def loads(exchange: HttpExchange, state: RouterState) -> None:
     await exchange.json(
         {
             "workers": [
-                {"worker": state.name_of(w, exchange.context), "load": answer.json()}
+                {"worker": state.name_of(w, exchange), "load": answer.json()}
                 for w, answer in found.items()
             ]
         }
@@ -186,9 +186,9 @@ def _failures(
     found: Mapping[Worker, "WorkerReply"], exchange: HttpExchange, state: RouterState
 ) -> str:
     """The replies of workers that failed, as far as the caller may know them."""
-    sees = state.sees_workers(exchange.context)
+    sees = state.sees_workers(exchange)
     return "; ".join(
-        f"{state.name_of(w, exchange.context)} {answer if sees else answer.status}"
+        f"{state.name_of(w, exchange)} {answer if sees else answer.status}"
         for w, answer in found.items()
     )
 
@@ -360,7 +360,7 @@ async def _send_to_pool(
         )
     some = [worker for worker in state.pool.workers if worker.is_well]
     if not some:
-        raise unavailable(state.trouble(exchange.context) or "there is no worker", "no_worker")
+        raise unavailable(state.trouble(exchange) or "there is no worker", "no_worker")
     async with state.admission.slot():
         return await send_to(some, request, state.settings.limits.request_s)
 

@@ -207,7 +207,7 @@ class ForwardedRequest:
             await exchange.relay(self._kept.status, self._kept.headers)
             await exchange.piece(self._kept.body, is_last=True)
             return
-        trouble = self._state.trouble(exchange.context)
+        trouble = self._state.trouble(exchange)
         raise unavailable(self._why or trouble or "no worker took it", "no_worker")
 
     async def _pick(self, asked: RoutingRequest) -> Proxy | None:
@@ -252,7 +252,7 @@ class ForwardedRequest:
         context = self._exchange.context
         why = f"{' and '.join(w.url for w in workers)} was asked: {error}"
         log.warning("not answered id=%s %s", context.id, why)
-        sees = self._state.sees_workers(context)
+        sees = self._state.sees_workers(self._exchange)
         self._why = why if sees else "a worker was asked and did not answer"
         for worker in workers:
             worker.check_soon.set()

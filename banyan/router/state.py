@@ -10,14 +10,13 @@ from typing import Protocol
 from banyan.base.errors import RequestError
 from banyan.base.fair_share import CALLER, FairShare, TurnQueue
 from banyan.config.schema import Config
-from banyan.requests.context import RequestContext
 from banyan.router.config import LimitConfig, RouterConfig
 from banyan.router.worker import Worker
 from banyan.router.worker_pool import WorkerPool
 from banyan.server.http.api_keys import Keys
 from banyan.server.http.app import RequestScope
 from banyan.server.http.auth import TenantSigner, open_signer
-from banyan.server.http.exchange import RETRY_AFTER_S
+from banyan.server.http.exchange import RETRY_AFTER_S, HttpExchange
 
 
 class AdmissionLimiter:
@@ -170,18 +169,18 @@ class RouterState:
     def has_begun(self, work: "asyncio.Task[None]") -> bool:
         return False
 
-    def sees_workers(self, context: RequestContext) -> bool:
+    def sees_workers(self, exchange: HttpExchange) -> bool:
         """Whether the caller may know addresses and troubles of workers."""
         shows = self.settings.visibility.shows_workers
-        return shows or context.is_admin or not self.keys.are_required
+        return shows or exchange.context.is_admin or not self.keys.are_required
 
-    def name_of(self, worker: Worker, context: RequestContext) -> str:
+    def name_of(self, worker: Worker, exchange: HttpExchange) -> str:
         """The address of a worker, or its number for callers that may not know that."""
-        return worker.url if self.sees_workers(context) else f"worker {worker.number}"
+        return worker.url if self.sees_workers(exchange) else f"worker {worker.number}"
 
-    def trouble(self, context: RequestContext) -> str:
+    def trouble(self, exchange: HttpExchange) -> str:
         """Why no request can be taken, as far as the caller may know; "" if one can."""
         if self.draining:
             return "the router is shutting down"
         trouble = self.pool.trouble()
-        return trouble if not trouble or self.sees_workers(context) else "no worker can be asked"
+        return trouble if not trouble or self.sees_workers(exchange) else "no worker can be asked"
