@@ -33,6 +33,10 @@ class Delimiters:
         self.max_length = len(longest_first[0])
         self._prefixes = frozenset(t[:i] for t in texts for i in range(1, len(t)))
 
+    def is_prefix(self, text: str) -> bool:
+        """Whether `text` is the beginning of one of the texts."""
+        return text in self._prefixes
+
     def partial_at(self, text: str, at: int) -> int:
         """Position, from `at` on, of a partial delimiter at the end of `text`; else len(text)."""
         for i in range(max(at, len(text) - self.max_length + 1), len(text)):
@@ -127,20 +131,68 @@ class StreamingText:
         """Consume everything up to the end of the text."""
         yield from self.run(_ANYTHING, sink)
 
+    def after_space(
+        self, texts: Delimiters, limit: int, offset: int = 0
+    ) -> Reading[tuple[int, str]]:
+        """Look for one of `texts` after white space, and consume nothing.
+
+        Args:
+            limit: characters that are looked at.
+            offset: characters before the white space.
+
+        Returns:
+            Position after the white space, and the one of `texts` that is there, or "". If the text
+            ends within one of them, its end is the position.
+        """
+        while True:
+            start = self._at + offset
+            window = self._text[start : start + limit]
+            shown = window.lstrip()
+            match = texts.pattern.match(shown)
+            if match:
+                return offset + len(window) - len(shown), match.group()
+            is_partial = len(window) < limit and (not shown or texts.is_prefix(shown))
+            if not is_partial or self._ended:
+                return offset + len(window) - (0 if is_partial else len(shown)), ""
+            yield
+
+    def before(self, end: str, limit: int, offset: int) -> Reading[str | None]:
+        """The text from `offset` to `end` on the same line, consuming nothing; None without it.
+
+        Raises:
+            Truncated: the text ends first.
+        """
+        while True:
+            start = self._at + offset
+            window = self._text[start : start + limit]
+            at = window.find(end)
+            if at >= 0:
+                return None if "\n" in window[:at] else window[:at]
+            if "\n" in window or len(window) == limit:
+                return None
+            if self._ended:
+                raise Truncated
+            yield
+
     def until(
-        self, delimiters: Delimiters, sink: Sink, keeps_partial: bool = False
+        self,
+        delimiters: Delimiters,
+        sink: Sink,
+        keeps_partial: bool = False,
+        keeps_delimiter: bool = False,
     ) -> Reading[str]:
         """Consume up to and with the first delimiter, and return it; "" at the end of the text.
 
         Args:
             keeps_partial: a partial delimiter at the end of the text is not consumed.
+            keeps_delimiter: the delimiter is not consumed.
         """
         while True:
             start, delimiter = self._find(delimiters, keeps_partial)
             if start > self._at:
                 sink(self.take(start - self._at))
             if delimiter or self._ended:
-                return self.take(len(delimiter))
+                return delimiter if keeps_delimiter else self.take(len(delimiter))
             yield
 
     def collect(

@@ -85,29 +85,29 @@ def tool_calls_constraint(
     tags: Sequence[Tag],
     triggers: Sequence[str],
     *,
-    at_least_one: bool,
     parallel: bool = True,
     thinking_end: Sequence[int] = (),
 ) -> str:
-    """`Generate.grammar` for tool calls: free text until a trigger, then exactly one of `tags`.
+    """`Generate.grammar` for tool calls.
 
     Args:
         tags: one for each tool; a marker that is a token of its own may stand in `begin` or `end`.
-        triggers: each tag's `begin` starts with exactly one of them.
-        at_least_one: the output begins with a tag (tool_choice required or named).
+        triggers: the output is free text until one of them, then exactly one of `tags`; each tag's
+            `begin` starts with one. None = the output is tags and nothing else.
         parallel: more tags may follow the first.
         thinking_end: the constraint begins after these token ids.
 
     Raises:
         RequestError: the schemas together are too large or too deep.
     """
-    form = {
-        "type": "triggered_tags",
-        "triggers": list(triggers),
+    form: dict[str, object] = {
         "tags": [_tag(tag.begin, tag.schema, tag.end) for tag in tags],
-        "at_least_one": at_least_one,
         "stop_after_first": not parallel,
     }
+    if triggers:
+        form |= {"type": "triggered_tags", "triggers": list(triggers)}
+    else:
+        form |= {"type": "tags_with_separator", "separator": "\n", "at_least_one": True}
     text = _dump({"type": STRUCTURAL_TAG, "format": form})
     _check_size(text, "tools", MAX_TEXT_BYTES)
     check_depth(form, "tools")

@@ -162,8 +162,8 @@ def _message(message: Message, index: int, pending: Pending) -> Json:
 def _call(call: Json, index: int, pending: Pending) -> Json:
     function = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(name, str):
         raise RequestError(
             f'messages[{index}].tool_calls must be {{"function": {{"name", "arguments": {{…}}}}}}',
             param="messages",
@@ -171,7 +171,7 @@ def _call(call: Json, index: int, pending: Pending) -> Json:
     given = call.get("id")
     id = given if isinstance(given, str) and given else f"call_{index}_{len(pending)}"
     pending.add(id, name)
-    text = json_text(arguments, "messages")
+    text = json_text(arguments, "messages") if isinstance(arguments, dict) else arguments
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
