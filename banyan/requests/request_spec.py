@@ -22,7 +22,7 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.requests import bootstrap
 from banyan.requests.context import RequestContext
 from banyan.requests.prompts import namespace_with
-from banyan.requests.sampling_params import ParsedSampling
+from banyan.requests.sampling_params import ParsedSampling, whole_number
 from banyan.tokenizer.stop_strings import TextOptions
 
 T = TypeVar("T")
@@ -323,6 +323,7 @@ def checked_boolean(value: object, name: str) -> bool | None:
 
 
 def checked_integer(value: object, name: str) -> int | None:
+    value = whole_number(value)
     if type(value) is int and not -(2**31) <= value < 2**31:
         raise RequestError(f"{name} must be a 32-bit integer, got {str(value)[:40]}.", param=name)
     return checked_type(value, name, int, "an integer")

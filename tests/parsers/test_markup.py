@@ -1,4 +1,4 @@
-"""Arguments in tags: any text, tags that the model left out, Python's spelling, and types by schema."""
+"""Arguments in tags: any text, tags that the model leaves out, Python literals, types by schema."""
 
 import json
 

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from banyan.base.errors import RequestError
+from banyan.requests.sampling_params import whole_number
 from banyan.server.errors import Json
 from banyan.server.ollama.schema import (
     IDLE,
@@ -118,6 +119,7 @@ def _options(options: Mapping[str, object], report: Report) -> Json:
 
 def _off(name: str, value: object) -> object:
     """`value`, or what means "off" here where Ollama's API spells that otherwise."""
+    value = whole_number(value)
     is_number = type(value) is int
     if name == "num_predict" and is_number and value <= 0:
         return None  # as much as fits

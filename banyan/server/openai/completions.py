@@ -18,7 +18,7 @@ from banyan.requests.generation import (
     shown_bytes,
 )
 from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
-from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
+from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling, whole_number
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate
 from banyan.server.http.exchange import HttpExchange, Later, follow
@@ -102,8 +102,8 @@ def _plan(
             param="n",
         )
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    if max_tokens <= 0:
-        raise RequestError(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
+    if max_tokens < 0:
+        raise RequestError(f"max_tokens must be at least 0, got {max_tokens}", param="max_tokens")
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         raise RequestError(
             f"logprobs must be in [0, {MAX_LOGPROBS}], got {request.logprobs}", param="logprobs"
@@ -196,7 +196,7 @@ def _echo(service: Service, prompt: str | list[int]) -> str:
 
 def _sequences_of(raw: Json, request: CompletionRequest) -> int:
     """Sequences per prompt, estimated before any prompt is encoded."""
-    n = raw.get("n")
+    n = whole_number(raw.get("n"))
     return max(1, n if type(n) is int else 1, request.best_of or 1)
 
 
