@@ -49,8 +49,9 @@ def _whole(item: Json, where: str) -> Json:
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "item_reference":
         raise _refusal(f"{where}: send the item itself, or use previous_response_id")
-    is_known = kind in _PREFIXES or kind in _CUSTOM
-    if not isinstance(kind, str) or not (is_known or kind.endswith(_ELSEWHERE)):
+    if not isinstance(kind, str) or not (
+        kind in _PREFIXES or kind in _CUSTOM or kind.endswith(_ELSEWHERE)
+    ):
         raise _refusal(
             f"{where}.type must be one of {', '.join(_PREFIXES)}, got {str(kind)[:40]!r}"
         )
