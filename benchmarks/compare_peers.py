@@ -18,7 +18,7 @@ from pathlib import Path
 import uvloop
 
 from banyan.base.errors import BanyanError
-from banyan.bench.probe import MachinePeaks, probe
+from banyan.bench.roofline import MachinePeaks, probe
 from banyan.bench.serving import run_serving
 from benchmarks import fidelity, peer_report
 from benchmarks.machine import PeerError, ServerProcess, busy_core

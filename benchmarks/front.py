@@ -23,8 +23,8 @@ import orjson
 import psutil
 
 from banyan.bench.http import HttpClient, HttpResponse
-from banyan.bench.load import run_load
 from banyan.bench.metrics import percentile
+from banyan.bench.serving import run_load
 from benchmarks.machine import Command, ServerProcess, threads_cpu_s
 
 ROUTE = "/v1/chat/completions"

@@ -29,7 +29,7 @@ import orjson
 
 from banyan.bench.http import HttpClient
 from banyan.bench.metrics import percentile
-from banyan.bench.probe import probe
+from banyan.bench.roofline import probe
 from banyan.config.cli import parse
 from banyan.config.defaults import settle
 from banyan.config.env import read_environment
@@ -37,8 +37,7 @@ from banyan.config.prepare import prepare
 from banyan.config.schema import Config
 from banyan.model_config.model_config import ModelConfig
 from banyan.platform import open_platform
-from banyan.sim.hardware import Hardware
-from banyan.sim.layout import ParallelLayout
+from banyan.sim.layout import Hardware, ParallelLayout
 from banyan.sim.study import StudyQuestion, study
 from banyan.sim.workload import MOONCAKE_BLOCK, Arrival
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from banyan.bench.http import HttpClient, HttpResponse
-from banyan.bench.load import run_load
+from banyan.bench.serving import run_load
 from benchmarks.front import ROUTE, body, count, free_port
 from benchmarks.machine import Command, ServerProcess, threads_cpu_s
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.matrices import left_out
+
 # Before torch is loaded: each of its small products waits for all threads, and where two files run
 # at a time those of one spin while the other's hold the cores, which takes a hundred times as long.
 # An engine sets its own number all the same.
@@ -136,6 +138,10 @@ LONGEST = [
 marked `slow`."""
 
 
+MATRICES = ("ascend/emulation/", "models/quantize/", "ops/")
+"""Where `make test` runs each value of each parameter of a test, and not all combinations."""
+
+
 def _name(path: str) -> str:
     """Name of a file below tests/, without its suffix."""
     return path.partition("::")[0].removeprefix("tests/").removesuffix(".py")
@@ -160,6 +166,7 @@ def _turn(item: pytest.Item) -> tuple[bool, int]:
     return name.startswith("ascend/emulation/"), place
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks choose items
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     for item in items:
@@ -167,3 +174,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(_layer(name))
         if name in LONGEST:
             item.add_marker("slow")
+    for item in left_out([item for item in items if _name(item.nodeid).startswith(MATRICES)]):
+        item.add_marker("full")

@@ -4,8 +4,11 @@ A child reads its process spec as one length-prefixed message from standard inpu
 open; end of file means that the parent is gone. The kernel's parent-death signal covers children
 that cannot read (stopped, or busy in native code).
 
-A child is a new program (`spawn`), or a fork of this process (`fork_spares`), which has loaded its
-libraries already.
+A child is a new program (`spawn`), a fork of this process with its libraries loaded
+(`fork_spares`), or a worker that answers one task at a time over its standard streams
+(`WorkerProcess`). An answer is a uint64 length and that many bytes. Chat templates, tokenizers and
+grammar compilers run as workers: a task may hang, crash or take too much memory without harm to the
+server.
 """
 
 import contextlib
@@ -16,6 +19,8 @@ import struct
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Protocol
@@ -26,14 +31,21 @@ from banyan.base.log import logger
 from banyan.base.os import die_with_parent
 
 log = logger(__name__)
-
-_LENGTH = struct.Struct("<Q")
 _MOMENT = struct.Struct("<d")
 _PULSE_S = 0.5
 STACKS = signal.SIGUSR1
 """Signal on which a child writes the stack traces of its threads."""
 _REPORT_S = 2.5
 """Time for an unresponsive process to write its stack traces."""
+
+LENGTH = struct.Struct("<Q")
+"""Length of the message that follows."""
+STALL_S = 5.0
+"""A process that has a task and uses no processor time for this long has stopped."""
+_LOOKS = 10
+"""Checks in that time: a machine that freezes for seconds delays one of them, not all."""
+_TIMES_AT = 11
+"""Index of utime and stime among the fields after the name in /proc/PID/stat."""
 
 
 class Process(Protocol):
@@ -69,7 +81,7 @@ class Child:
         """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(_LENGTH.pack(len(process_spec)) + process_spec)
+            self._process.stdin.write(LENGTH.pack(len(process_spec)) + process_spec)
             self._process.stdin.flush()
         except BrokenPipeError:
             raise DeviceError(self._end_of(self._process.wait())) from None
@@ -250,7 +262,7 @@ def _is_abandoned() -> bool:
 def read_process_spec() -> bytes:
     """In a child: read the process spec, and arrange to die with the parent."""
     follow_parent()
-    (length,) = _LENGTH.unpack(_read(0, _LENGTH.size))
+    (length,) = LENGTH.unpack(_read(0, LENGTH.size))
     return _read(0, length)
 
 
@@ -324,3 +336,108 @@ def _describe(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+class WorkerProcess:
+    """A running `python -m MODULE`. It is killed when this object or this process ends.
+
+    Args:
+        module: its main loop reads tasks from standard input until that ends.
+        arguments: of the command line.
+        max_answer_bytes: longer answers are an error.
+    """
+
+    def __init__(self, module: str, *arguments: str, max_answer_bytes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._max_answer_bytes = max_answer_bytes
+        self.close = weakref.finalize(self, _close, self._process)
+        """Kill the process and wait for its end. May be called again."""
+
+    def run(self, task: bytes, limit_s: float | None = None) -> bytes:
+        """Send a task and return the answer.
+
+        Args:
+            limit_s: wall time for task and answer. None: no limit while the process uses
+                processor time; the process may limit that itself.
+
+        Raises:
+            TimeoutError: `limit_s` has passed. The process still runs: close it.
+            EOFError: the process has ended, or had stopped and was killed (see `exit_code`).
+            ValueError: the length of the answer is not acceptable.
+        """
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        assert self._process.stdin is not None
+        view = memoryview(task)
+        descriptor = self._process.stdin.fileno()
+        try:
+            while view:
+                self._wait(descriptor, select.POLLOUT, deadline)
+                view = view[os.write(descriptor, view) :]
+        except BrokenPipeError:
+            raise EOFError from None
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        if not 0 < length <= self._max_answer_bytes:
+            raise ValueError(f"it sends a frame of {length:,} bytes")
+        return self._read(length, deadline)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def exit_code(self) -> int:
+        """Wait for the end of the process."""
+        return self._process.wait()
+
+    def _read(self, size: int, deadline: float | None) -> bytes:
+        assert self._process.stdout is not None
+        parts: list[bytes] = []
+        descriptor = self._process.stdout.fileno()
+        while size:
+            self._wait(descriptor, select.POLLIN, deadline)
+            part = os.read(descriptor, min(size, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def _wait(self, descriptor: int, event: int, deadline: float | None) -> None:
+        """Wait until this end of a pipe is ready."""
+        poll = select.poll()
+        poll.register(descriptor, event)
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not poll.poll(left_s * 1000):
+                raise TimeoutError
+            return
+        before, looks = self._cpu_ticks(), 0
+        while not poll.poll(STALL_S * 1000 / _LOOKS):
+            now = self._cpu_ticks()
+            looks = looks + 1 if now == before else 0
+            if looks == _LOOKS:
+                self._process.kill()
+                raise EOFError
+            before = now
+
+    def _cpu_ticks(self) -> list[bytes]:
+        """User and system time used so far; [] if the process is gone."""
+        try:
+            with open(f"/proc/{self._process.pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+        return fields[_TIMES_AT : _TIMES_AT + 2]
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()

@@ -1,10 +1,16 @@
-"""The operating system. Banyan needs Linux: eventfd, memfd, /proc and the parent-death signal."""
+"""The system that a process runs on: cores, files in memory, events, addresses, the own version.
+
+Banyan needs Linux: eventfd, memfd, /proc and the parent-death signal.
+"""
 
 import ctypes
 import os
 import platform
 import signal
 import stat
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
 
 from banyan.base.errors import ConfigError
 
@@ -82,3 +88,43 @@ def read_whole(path: str, most_bytes: int) -> bytes:
     if len(content) > most_bytes:
         raise OSError(f"it has more than {most_bytes:,} bytes")
     return content
+
+
+class WakeEvent:
+    """An eventfd. Any thread and any signal handler may call `wake`."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Polls readable from `wake` until `clear`."""
+        self._is_closed = False
+
+    def wake(self) -> None:
+        if not self._is_closed:  # a signal may arrive while the process ends
+            os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self.fd)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name stays on this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def own_version() -> str:
+    """Version of the installed package; "0" if it is not installed."""
+    try:
+        return version("banyan")
+    except PackageNotFoundError:
+        return "0"

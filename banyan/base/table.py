@@ -1,14 +1,24 @@
-"""Table: the one way to register alternatives. Names map to "module:attribute", imported on use."""
+"""Code that is found by its name: tables of alternatives, and functions that a flag names.
 
-from collections.abc import Iterator, Mapping
+A `Table` is the one way to register alternatives. Functions of the operator ("module:function" or
+"module.function") come from the Python path, never from a checkpoint. Loading one runs the code of
+its module.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from banyan.base.errors import ConfigError
+from banyan.base.log import printable
 from banyan.base.torch_parts import complete_torch
 
 T = TypeVar("T")
+
+PATTERN = r"[A-Za-z_][\w.]*[:.][A-Za-z_]\w*"
+"""Regular expression for such a name."""
 
 
 class Table(Generic[T]):
@@ -49,3 +59,49 @@ class Table(Generic[T]):
         raise ConfigError(
             f"unknown {self.kind} {name!r}", hint=f"choose one of: {', '.join(self.names())}"
         )
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(module, function) of a name."""
+    module, _, function = name.rpartition(":" if ":" in name else ".")
+    return module, function
+
+
+def load_named(flag: str, name: str, checkpoint: str) -> Callable[..., object]:
+    """Import a function.
+
+    Raises:
+        ConfigError: it is missing, not callable, or in the folder of the checkpoint.
+    """
+    module_name, function_name = split_name(name)
+    label = f"{flag} {printable(name)}"
+    complete_torch()
+    try:
+        module = import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{label}: cannot be imported: {printable(str(error))}",
+            hint="name it module:function, with the module on the Python path",
+        ) from None
+    except Exception as error:  # the module's own code may raise anything
+        raise ConfigError(
+            f"{label}: its module fails with {type(error).__name__}: {printable(str(error))}"
+        ) from error
+    if _lies_in(getattr(module, "__file__", None) or "", checkpoint):
+        raise ConfigError(
+            f"{label}: its code lies with the checkpoint, and code of a checkpoint is never run",
+            hint="install it as a package of its own",
+        )
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{label}: {module_name} has no function {printable(function_name)!r}",
+            hint="name it module:function",
+        )
+    return function
+
+
+def _lies_in(file: str, checkpoint: str) -> bool:
+    folder = checkpoint if os.path.isdir(checkpoint) else os.path.dirname(checkpoint)
+    code, folder = os.path.realpath(file), os.path.realpath(folder)
+    return bool(file) and os.path.commonpath([code, folder]) == folder

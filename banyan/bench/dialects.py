@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import orjson
 
 from banyan.base.errors import ConfigError
+from banyan.bench.datasets import Prompt
 from banyan.bench.http import ExchangeError, HttpResponse
-from banyan.bench.prompts import Prompt
 
 Json = dict[str, object]
 

@@ -58,7 +58,8 @@ class Flip:
 
     Attributes:
         at: position in the output, from 0.
-        margin: log-probability of the reference's choice minus that of the served token.
+        margin: log-probability of the reference's choice minus the log-probability of
+            the served token.
     """
 
     at: int

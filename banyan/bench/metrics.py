@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from banyan.base.errors import BanyanError, ConfigError
+from banyan.bench.datasets import Prompt
 from banyan.bench.dialects import Answer
-from banyan.bench.prompts import Prompt
 
 _GOAL = re.compile(r"(ttft|tpot|itl|e2e|e2el):(\d+(?:\.\d+)?)")
 _SPREADS = (90, 95, 99)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from banyan.base.errors import BanyanError
 from banyan.base.ids import RequestId
-from banyan.bench.prompts import Prompt
+from banyan.bench.datasets import Prompt
 from banyan.messages.events import Failed, Finished, Ready, Tokens
 from banyan.messages.requests import Abort, Generate
 from banyan.messages.sampling_params import SamplingParams

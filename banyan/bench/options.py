@@ -102,7 +102,7 @@ class ServingOptions(DataOptions):
     disable_tqdm: bool = option(False, "no progress bar")
     disable_stream: bool = option(False, "ask for whole answers")
     return_logprob: bool = option(False, "ask for log-probabilities")
-    top_logprobs_num: int = option(0, "and for those of this many best tokens")
+    top_logprobs_num: int = option(0, "and log-probabilities of this many best tokens")
     logprob_start_len: int = option(-1, "from this prompt position on; -1 = of the answer only")
     cache_report: bool = option(
         False, "no effect: cached tokens are always shown if the server reports them"

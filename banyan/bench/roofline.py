@@ -1,22 +1,95 @@
-"""Roofline: the share of each op in a step, and its speed relative to the machine's bound.
+"""Roofline: the share of each op in a step, and its speed relative to the bounds of the machine.
 
 The bound of an op is the larger of its memory time and its arithmetic time. (Williams,
-Waterman, Patterson: Roofline, CACM 2009.)
+Waterman, Patterson: Roofline, CACM 2009.) `probe` measures the peak rates of this machine.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from banyan.bench.probe import MachinePeaks
+import numpy as np
+
+from banyan.base.os import num_cores
 from banyan.formats.mapped import TensorInfo
 from banyan.model_config.model_config import STATE, ModelConfig
 
 FP32, INT8, BF16 = "fp32", "int8", "bf16"
 
 _ON_INT8 = frozenset(("linear", "experts_in", "experts_out"))
+
 _ON_BF16 = "linear_bf16"
+
 _WIDE = 28
+
+_ARRAY_BYTES = 256 << 20
+"""Larger than any cache, so that reads go to memory."""
+
+_MATRIX = 1536
+
+_RUNS = 5
+
+
+@dataclass(frozen=True)
+class MachinePeaks:
+    """Upper bounds.
+
+    Attributes:
+        read_bytes_s: memory read by all cores at once.
+        fp32_ops_s: multiplications and additions in float32.
+        int8_ops_s, bf16_ops_s: the same in int8 and bf16; None if not measured.
+        passing_s: latency of a write from one core to another; None if not measured.
+    """
+
+    cores: int
+    read_bytes_s: float
+    fp32_ops_s: float
+    int8_ops_s: float | None = None
+    bf16_ops_s: float | None = None
+    passing_s: float | None = None
+
+    def keys(self) -> dict[str, object]:
+        return {
+            "cores": self.cores,
+            "read_gb_s": self.read_bytes_s / 1e9,
+            "fp32_gflop_s": self.fp32_ops_s / 1e9,
+            "int8_gop_s": None if self.int8_ops_s is None else self.int8_ops_s / 1e9,
+            "bf16_gflop_s": None if self.bf16_ops_s is None else self.bf16_ops_s / 1e9,
+            "passing_ns": None if self.passing_s is None else self.passing_s * 1e9,
+        }
+
+    def __str__(self) -> str:
+        int8 = "int8 not measured"
+        if self.int8_ops_s is not None:
+            int8 = f"int8 {self.int8_ops_s / 1e9:.0f} GOP/s"
+        bf16 = f", bf16 {self.bf16_ops_s / 1e9:.0f} GFLOP/s" if self.bf16_ops_s else ""
+        passing = f", {self.passing_s * 1e9:.0f} ns from core to core" if self.passing_s else ""
+        return (
+            f"{self.cores} cores, read {self.read_bytes_s / 1e9:.1f} GB/s, "
+            f"fp32 {self.fp32_ops_s / 1e9:.0f} GFLOP/s, {int8}{bf16}{passing}"
+        )
+
+
+def probe() -> MachinePeaks:
+    """Measure this machine, in about half a second; the best of five runs counts."""
+    cores = num_cores()
+    parts = np.array_split(np.ones(_ARRAY_BYTES // 8, dtype=np.int64), cores)
+    with ThreadPoolExecutor(cores) as pool:
+        read_s = _best_of(lambda: list(pool.map(np.bitwise_or.reduce, parts)))
+    square = np.ones((_MATRIX, _MATRIX), dtype=np.float32)
+    multiply_s = _best_of(lambda: square @ square)
+    return MachinePeaks(cores, _ARRAY_BYTES / read_s, 2 * _MATRIX**3 / multiply_s)
+
+
+def _best_of(work: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return best
 
 
 @dataclass(frozen=True)
@@ -77,14 +150,14 @@ def merged(times: Iterable[StageTime]) -> list[OpCost]:
     in fp32.
     """
     stages: dict[str, list[StageTime]] = {}
-    for time in times:
-        stages.setdefault(time.name, []).append(time)
+    for stage in times:
+        stages.setdefault(stage.name, []).append(stage)
     return [
         OpCost(
             name if len(same) == 1 else f"{name} × {len(same)}",
-            sum(stage.seconds for stage in same),
-            sum(stage.bytes for stage in same),
-            sum(stage.operations for stage in same),
+            sum(each.seconds for each in same),
+            sum(each.bytes for each in same),
+            sum(each.operations for each in same),
             _arithmetic(name.split(" + ")),
         )
         for name, same in stages.items()

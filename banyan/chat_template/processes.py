@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from queue import LifoQueue
 
-from banyan.base.worker_process import WorkerProcess
+from banyan.base.child_process import WorkerProcess
 
 TASK = struct.Struct("<Qd")
 DONE, STOPPED, REFUSED, FAILED = b"dsrf"

@@ -24,8 +24,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from banyan.base.child_process import LENGTH
 from banyan.base.memory import give_back, let_go
-from banyan.base.worker_process import LENGTH
 from banyan.chat_template.processes import DONE, FAILED, REFUSED, STOPPED, TASK
 
 MAX_SOURCE_CHARS = 1 << 20

@@ -1,9 +1,11 @@
-"""`banyan bench WHAT`: measure a running server, or this program's own engine."""
+"""`banyan bench WHAT`: measure a running server, its answers, or this program's own engine."""
 
 import asyncio
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -11,8 +13,10 @@ from pathlib import Path
 from banyan.base.errors import ConfigError
 from banyan.base.table import Table
 from banyan.bench import report
-from banyan.bench.options import ServingOptions, read_options
+from banyan.bench.evals import Asking, ask_all, own_questions, read_questions, results, score_table
+from banyan.bench.options import EvalOptions, ServingOptions, read_options, split_options
 from banyan.bench.serving import Report, run_serving
+from banyan.cli.client import private_server
 from banyan.config.env import read_environment
 from banyan.config.schema import LoadConfig
 from banyan.hub.sources import fetch
@@ -25,7 +29,7 @@ KINDS: Table[Callable[[Sequence[str]], int]] = Table(
         "serving": "banyan.cli.bench:serving",
         "batch": "banyan.cli.bench_engine:batch",
         "throughput": "banyan.cli.bench_engine:throughput",
-        "eval": "banyan.cli.bench_eval:evaluate",
+        "eval": "banyan.cli.bench:evaluate",
     },
 )
 
@@ -86,6 +90,42 @@ def serving(argv: Sequence[str]) -> int:
     if finished.is_cut:
         return INTERRUPTED
     return 0 if finished.answers else 1
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """`banyan bench eval`."""
+    options, rest = split_options(
+        EvalOptions,
+        argv,
+        "banyan bench eval",
+        "Questions with checkable answers, asked of one server or of two. Every other flag is the "
+        "server's; see banyan serve --help.",
+    )
+    if options.url and rest:
+        raise ConfigError(f"{rest[0]} goes to a server, but --url names one that runs already")
+    if options.against and options.against_url:
+        raise ConfigError("--against starts a server, --against-url names one: give one of them")
+    questions = (read_questions(options.dataset_path) if options.dataset_path else own_questions())[
+        : options.num_prompts or None
+    ]
+    settings: dict[str, object] = {"max_tokens": options.output_len, "seed": options.seed}
+    if options.temperature >= 0:
+        settings["temperature"] = options.temperature
+    asking = Asking(options.model_name, settings, options.max_concurrency, options.timeout_s)
+    sources: list[tuple[str, list[str]]] = [(options.url, rest)]
+    if options.against or options.against_url:
+        sources.append((options.against_url, [*rest, *shlex.split(options.against)]))
+    answers: list[list[str]] = []
+    for number, (url, words) in enumerate(sources, 1):
+        with ExitStack() as stack:
+            address = url or stack.enter_context(private_server(words)).url
+            show = progress_bar(f"server {number}")
+            answers.append(asyncio.run(ask_all(address, questions, asking, show)))
+    print(score_table(questions, answers))
+    if options.output_file:
+        names = [url or shlex.join(words) for url, words in sources]
+        keep(options.output_file, results(questions, answers, names))
+    return 0
 
 
 def keep(path: str, keys: Mapping[str, object]) -> None:

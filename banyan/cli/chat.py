@@ -1,21 +1,103 @@
-"""`banyan chat [MODEL]`: talk to a model in the terminal, on a running server or a private one."""
+"""`banyan chat` and `banyan run`: a talk, or one answer, in the terminal."""
 
 import argparse
+import importlib
+import signal
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
-from banyan.base.errors import BanyanError, ConfigError
-from banyan.cli.client import Client, Refused
-from banyan.cli.private import private_server
-from banyan.cli.terminal import Terminal
+from banyan.base.errors import BanyanError, ConfigError, ModelError
+from banyan.cli.client import Client, Refused, private_server
 from banyan.config.env import read_environment
 from banyan.config.schema import DEMO, DEMO_LINE
+from banyan.hub.catalogue import find
 
 _COMMANDS = "/reset forgets the talk so far, /quit leaves, Ctrl-C stops an answer"
 _IS_FULL = "context_length_exceeded"
 Message = dict[str, str]
+_USAGE = 'banyan run MODEL ["prompt"] [flags]'
+_MAX_PROMPT = 1 << 20
+"""Characters that are read from standard input."""
+_INTERRUPTED = 130
+_PROMPT = "> "
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_NOTICED_WITHIN_S = 0.2
+"""How long a Ctrl-C may stay unseen while a line is typed."""
+
+
+class Terminal:
+    """Standard input and output of a talk.
+
+    Where Python has GNU readline, lines are edited, arrows bring back earlier ones, and a pasted
+    text of several lines is one question (bracketed paste).
+    """
+
+    def __init__(self) -> None:
+        self.is_person = sys.stdin.isatty()
+        """False = questions come from a file or another program."""
+        self._is_thinking = False
+        if self.is_person:
+            _edit_lines()
+
+    def read(self) -> str:
+        """The next question or command, its ends as they were typed.
+
+        Raises:
+            EOFError, KeyboardInterrupt: as the person pressed.
+        """
+        if not self.is_person:
+            return input()
+        with _signals_noticed():
+            return input(_PROMPT)
+
+    def say(self, text: str) -> None:
+        """Print a line about the chat to standard error."""
+        print(text, file=sys.stderr, flush=True)
+
+    def show(self, piece: str) -> None:
+        """A piece of an answer, without the control characters that could drive the terminal."""
+        if self._is_thinking and piece:
+            self._is_thinking = False
+            self.say(_PLAIN)
+        print(_inert(piece), end="", flush=True)
+
+    def show_thought(self, piece: str) -> None:
+        """What a model says to itself: dim, and to people only; never on standard output."""
+        if piece and sys.stderr.isatty():
+            begun = "" if self._is_thinking else _DIM
+            self._is_thinking = True
+            print(begun + _inert(piece), end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _signals_noticed() -> Iterator[None]:
+    """Wake a wait for keys now and then, that it looks for signals.
+
+    Python's readline waits in select(): a Ctrl-C that comes between two such waits interrupts
+    none, and would be seen only after the line, which it then throws away.
+    """
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, _NOTICED_WITHIN_S, _NOTICED_WITHIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _inert(text: str) -> str:
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
+def _edit_lines() -> None:
+    try:
+        readline = importlib.import_module("readline")
+    except ImportError:
+        return  # a Python without it: lines come as the terminal gives them
+    readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 def chat(argv: Sequence[str]) -> int:
@@ -192,6 +274,90 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", default="", help="a server that runs already: http://host:port")
     parser.add_argument("--api-key", default="", help="its key (or BANYAN_API_KEY)")
     parser.add_argument("--model-name", default="", help="model to ask for; default: its first")
+    parser.add_argument("--system", default="", help="system message")
+    parser.add_argument("--max-tokens", type=int, help="longest answer in tokens")
+    parser.add_argument("--temperature", type=float, help="0 = always the likeliest token")
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Answer one prompt; returns the exit code. Without a prompt standard input is one, and at a
+    terminal a talk begins."""
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help"):
+        _run_parser().print_help()
+        return 0 if words else ConfigError.exit_code
+    if words[0].startswith("-"):
+        raise ConfigError("the model comes first", hint=_USAGE)
+    model = words.pop(0)
+    known = find(model)
+    if known is not None and known.kind == "embedding":
+        raise ModelError(
+            f"{known.name} makes vectors of texts and answers nothing",
+            hint=f"banyan serve {known.name}, then POST /v1/embeddings",
+        )
+    prompt = words.pop(0) if words and not words[0].startswith("-") else ""
+    if not prompt and sys.stdin.isatty():
+        from banyan.cli.chat import chat
+
+        return chat([model, *words])
+    options, rest = _run_parser().parse_known_args(words)
+    prompt = prompt or _read_prompt()
+    if model == DEMO:
+        print(DEMO_LINE, file=sys.stderr)
+    with private_server([model, *rest]) as client:
+        return _answer(client, _request(prompt, options))
+
+
+def _read_prompt() -> str:
+    text = sys.stdin.read(_MAX_PROMPT + 1)
+    if len(text) > _MAX_PROMPT:
+        raise ConfigError(f"standard input has more than {_MAX_PROMPT:,} characters")
+    if not text.strip():
+        raise ConfigError("there is no prompt", hint=_USAGE)
+    return text
+
+
+def _request(prompt: str, options: argparse.Namespace) -> dict[str, object]:
+    opening = [{"role": "system", "content": options.system}] if options.system else []
+    body: dict[str, object] = {
+        "model": "default",
+        "messages": [*opening, {"role": "user", "content": prompt}],
+    }
+    if options.max_tokens is not None:
+        body["max_tokens"] = options.max_tokens
+    if options.temperature is not None:
+        body["temperature"] = options.temperature
+    return body
+
+
+def _answer(client: Client, body: dict[str, object]) -> int:
+    terminal = Terminal()
+    finish, tokens = "", 0
+    with closing(client.answer(body)) as pieces:
+        try:
+            for piece in pieces:
+                terminal.show_thought(piece.thought)
+                terminal.show(piece.text)
+                finish, tokens = piece.finish or finish, piece.tokens or tokens
+        except KeyboardInterrupt:
+            terminal.show("\n")
+            return _INTERRUPTED
+    terminal.show("\n")
+    if finish == "length":
+        terminal.say(f"[cut after {tokens:,} tokens; --max-tokens sets the limit]")
+    return 0
+
+
+def _run_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="banyan run",
+        usage=_USAGE,
+        allow_abbrev=False,
+        description="One answer in the terminal. Without a prompt standard input is one; at a "
+        "terminal a talk begins.",
+        epilog="Every other flag goes to the private server; see banyan serve --help.",
+    )
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument("--max-tokens", type=int, help="longest answer in tokens")
     parser.add_argument("--temperature", type=float, help="0 = always the likeliest token")

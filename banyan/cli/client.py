@@ -1,17 +1,29 @@
-"""A small HTTP client of a running server, for the terminal. Standard library only."""
+"""An HTTP client of a running server for the terminal, private servers, and `banyan profile`.
 
+Standard library only. A private server is a child process that ends with its command.
+"""
+
+import argparse
 import http.client
 import json
+import os
+import socket
+import time
 import urllib.parse
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.child_process import Child, read_process_spec, spawn, watch_parent
+from banyan.base.errors import BanyanError, ConfigError, DeviceError
+from banyan.config.env import read_environment
 
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0
 _MAX_BYTES = 1 << 16
 _MAX_FILE_BYTES = 1 << 32
+_POLL_S = 0.05
+_HOUR_S = 3600.0
 
 
 class Refused(BanyanError):
@@ -209,3 +221,77 @@ def _refusal(raw: bytes, status: int) -> Refused:
     except (ValueError, KeyError):
         text = raw[:200].decode(errors="replace").strip()
     return Refused(f"the server answered {status}: {text}", code)
+
+
+@contextmanager
+def private_server(argv: Sequence[str]) -> Iterator[Client]:
+    """A server started with `argv` on a free loopback port, stopped at the end of the block."""
+    port = free_port()
+    words = [*argv, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+    child = spawn("banyan.cli.client", "server", json.dumps(words).encode())
+    client = Client(f"http://127.0.0.1:{port}")
+    try:
+        _wait_until_healthy(child, client)
+        yield client
+    finally:
+        child.stop()
+
+
+def _wait_until_healthy(child: Child, client: Client) -> None:
+    """However long it takes: a download or a first compilation shows by itself that it goes on."""
+    while not client.is_healthy():
+        if not child.is_alive():
+            raise DeviceError("the server did not start", hint="see its message above")
+        time.sleep(_POLL_S)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def profile(argv: Sequence[str]) -> int:
+    """Start, wait, stop; prints where the server has put the file."""
+    options = _parser().parse_args(list(argv))
+    if not 0 < options.seconds <= _HOUR_S:
+        raise ConfigError(f"--seconds must be in (0, {_HOUR_S:g}], got {options.seconds:g}")
+    given = options.api_key or read_environment().flags.get("admin-api-key", "")
+    client = Client(options.url, given or read_environment().flags.get("api-key", ""))
+    folder = {"output_dir": options.output_dir} if options.output_dir else {}
+    print(client.post("/start_profile", folder).strip(), flush=True)
+    try:
+        time.sleep(options.seconds)
+    finally:
+        print(client.post("/stop_profile", {}).strip())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "banyan profile",
+        description="Record the steps of a running server. The file, on the server's machine, is "
+        "for chrome://tracing or ui.perfetto.dev.",
+    )
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:30000")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long (default: 5)")
+    parser.add_argument("--output-dir", default="", help="folder on the server's machine")
+    parser.add_argument("--api-key", default="", help="default: $BANYAN_ADMIN_API_KEY")
+    return parser
+
+
+def _child() -> int:
+    from banyan.cli.main import main
+
+    # A group of its own: Ctrl-C in the terminal stops the answer, not the server.
+    os.setpgrp()
+    words = json.loads(read_process_spec())
+    watch_parent()
+    return main(["serve", *words])
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(_child())
+    except BanyanError as error:
+        raise SystemExit(error.exit_code) from None

@@ -11,7 +11,7 @@ from importlib import metadata
 from banyan.ascend.launch.machine import device_numbers, npu_doctor
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.os import unsupported_reason
-from banyan.cli.own_flags import take
+from banyan.cli.check import take
 from banyan.config.env import Environment
 from banyan.config.schema import LoadConfig
 from banyan.hub.sources import fetch

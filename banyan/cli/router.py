@@ -8,7 +8,7 @@ from dataclasses import replace
 from banyan.base.child_process import Child, spawn
 from banyan.base.log import log_always, logger, start_logging
 from banyan.base.os import check_system
-from banyan.cli.private import free_port
+from banyan.cli.client import free_port
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
 from banyan.config.schema import ServerConfig
@@ -73,7 +73,8 @@ def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
             return f"{gone[0].role} ended at its start" if gone else ""
 
         pool = replace(config.pool, workers=(*config.pool.workers, *specs))
-        return run_router(replace(config, pool=pool), lost)
+        policy = replace(config.policy, events_secret=environment.dist_secret)
+        return run_router(replace(config, pool=pool, policy=policy), lost)
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def _servers(config: RouterConfig) -> Generator[tuple[list[WorkerSpec], list[Chi
             port = free_port()
             own = ["--host", "127.0.0.1", "--port", str(port), *shared]
             process_spec = json.dumps([*config.pool.start, *own]).encode()
-            children.append(spawn("banyan.cli.private", f"server{number}", process_spec))
+            children.append(spawn("banyan.cli.client", f"server{number}", process_spec))
             specs.append(WorkerSpec(f"http://127.0.0.1:{port}"))
         yield specs, children
     finally:

@@ -15,8 +15,7 @@ from banyan.config.defaults import Defaults, settle
 from banyan.config.env import read_environment
 from banyan.config.prepare import prepare
 from banyan.config.schema import Config
-from banyan.sim.hardware import SHEETS, Hardware, read_hardware
-from banyan.sim.layout import ParallelLayout, read_layout
+from banyan.sim.layout import SHEETS, Hardware, ParallelLayout, read_hardware, read_layout
 from banyan.sim.study import Study, StudyQuestion, study
 from banyan.sim.workload import Arrival, mooncake, poisson
 

@@ -12,8 +12,7 @@ from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import start_logging
 from banyan.bench.fidelity import PROMPTS, Agreement, ReferenceScores, ServedScores, agrees, compare
 from banyan.bench.options import option, split_options
-from banyan.cli.client import Client
-from banyan.cli.private import private_server
+from banyan.cli.client import Client, private_server
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.prepare import prepare

@@ -1,12 +1,13 @@
-"""Which words of a command line belong to which flag.
+"""Words of a command line and entries of a settings file, by the flags that they belong to.
 
 A flag takes as many words as its kind has, a list only those that it can take, and a switch a word
 that says true or false. What is left over is the model. Where a word could be both, nothing is
-guessed.
+guessed. A settings file is YAML (JSON is a subset): one mapping from name to value.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard, cast
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
@@ -14,6 +15,7 @@ from banyan.config.flags.flag import FLOAT, FLOATS, INT, INTS, LISTS, SWITCH, WO
 from banyan.config.flags.table import CONFIG_FILE, find
 
 MODEL_HINT = "name the model in front, or with --model-path"
+MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -90,3 +92,57 @@ def _check_leftover(word: str, spelled: str, form: Form) -> None:
             f"{spelled} does not take {printable(word, 60)!r} as well",
             hint=f"if it is the model, {MODEL_HINT}",
         )
+
+
+def read_mapping(path: str, flag: str) -> dict[str, object]:
+    """Name as written -> value, of the file that `flag` names.
+
+    Raises:
+        ConfigError: the file is missing, too large, not YAML, not a mapping, or has a key twice.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {flag} {path}: {error.strerror}") from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"{flag} {path} is larger than {MAX_BYTES:,} bytes")
+    return _parse(raw, path)
+
+
+def _parse(raw: bytes, path: str) -> dict[str, object]:
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):
+        """Plain values only; a duplicate key is an error, not a silent choice."""
+
+        def construct_mapping(
+            self, node: yaml.MappingNode, deep: bool = False
+        ) -> dict[Hashable, object]:
+            mapping = super().construct_mapping(node, deep)
+            if len(mapping) != len(node.value):
+                keys = [key.value for key, _ in node.value]
+                twice = next((k for k in keys if keys.count(k) > 1), keys[-1])
+                raise ConfigError(f"{path}: {twice} is given twice", hint="keep one of them")
+            return mapping
+
+    try:
+        loader = UniqueKeys(raw)
+        content: object = loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path} is not YAML{line}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(f"{path} is not YAML: it does not parse") from None
+    if content is None:
+        return {}
+    if not _has_names(content):
+        raise ConfigError(f"{path} must be a mapping from names to values")
+    return content
+
+
+def _has_names(content: object) -> TypeGuard[dict[str, object]]:
+    """Whether it is a mapping all of whose keys are texts; YAML allows other keys too."""
+    return isinstance(content, dict) and all(
+        isinstance(k, str) for k in cast(Collection[object], content)
+    )

@@ -11,7 +11,7 @@ from functools import partial
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.config.argv import MODEL_HINT, plain, split
+from banyan.config.argv import MODEL_HINT, plain, read_mapping, split
 from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
@@ -19,7 +19,6 @@ from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spelling
 from banyan.config.rules.ignored import ignored_flags
 from banyan.config.schema import UNSAID, Config
 from banyan.config.variables import SETTINGS
-from banyan.config.yaml_file import read_mapping
 
 _SECRET = ("api-key", "admin-api-key", "ssl-keyfile-password")
 

@@ -26,7 +26,7 @@ class NpuWishes:
     """How an Ascend NPU is opened.
 
     Attributes:
-        driver: "" = torch_npu; else the module that stands in for it.
+        driver: "" = torch_npu; else the module that replaces it.
         soc: the chip to emulate.
         is_checked: hold each operator call against its contract.
         buffer: megabytes of each group of ranks; "" = the library's own choice.

@@ -13,15 +13,15 @@ from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
-from banyan.base.named_code import split_name
 from banyan.base.os import check_system
+from banyan.base.table import split_name
 from banyan.chat_template.named_templates import fill_in_form, template_source
 from banyan.config import resolve
 from banyan.config.devices import facts_of
 from banyan.config.env import Environment
-from banyan.config.hicache import HOST
 from banyan.config.hooks import hook_specs
-from banyan.config.kv_events import kv_events
+from banyan.config.observability import kv_events
+from banyan.config.rules.cache import HOST
 from banyan.config.schema import Config
 from banyan.engine_client.request_log import metrics_observers_of
 from banyan.grammar.base import BACKENDS

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 from banyan.config import variables
 from banyan.config.cli import default_of
-from banyan.config.flags.absent import REPLACED
 from banyan.config.flags.flag import BELONGS, IDLE, REFUSED, SWITCH, Absent, Flag
-from banyan.config.flags.table import CONFIG_FILE, GROUPS, known_flags
+from banyan.config.flags.table import CONFIG_FILE, GROUPS, REPLACED, known_flags
 from banyan.config.schema import UNSAID
 
 _HEAD = """# Server arguments

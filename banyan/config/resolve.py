@@ -12,9 +12,8 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.delete_checkpoint import Moment, check_deletion
 from banyan.config.env import Environment
-from banyan.config.hicache import check_hicache
-from banyan.config.histogram_buckets import check_histogram_buckets
 from banyan.config.hooks import check_forward_hooks
+from banyan.config.observability import check_histogram_buckets
 from banyan.config.rules import cache, execution, model, parallel
 from banyan.config.rules.conflicts import refuse_conflicts
 from banyan.config.rules.parallel import check_context_parallel
@@ -127,7 +126,7 @@ RULES = (
     model.choose_grammar_backend,
     cache.check_states,
     cache.check_eviction,
-    check_hicache,
+    cache.check_hicache,
     check_disaggregation,
     check_histogram_buckets,
     execution.check_offload,

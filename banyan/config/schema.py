@@ -118,12 +118,12 @@ class CacheConfig:
     store: str = ""
     """Storage that outlives the process, a name of `kv_transfer.store.STORES`; "" = none."""
     store_options: dict[str, object] = field(default_factory=dict[str, object])
-    """Read by `config/hicache.py`."""
+    """Read by `config/rules/cache.py`."""
     store_path: str = ""
     """Folder of the file store unless the options set one; "" = a folder of the user."""
     host_tier: bool = False
     """Device pages are copied to host memory, and from there to the store. Set by
-    `config/hicache.py`."""
+    `config/rules/cache.py`."""
     host_gb: int = 0
     """Size of the host tier in 10^9 bytes; 0 = by `host_ratio`."""
     host_ratio: float = 2.0
@@ -195,6 +195,8 @@ class ScheduleConfig:
     """A step older than this means the engine is stuck."""
     crashes_on_nan: bool = False
     """Stop the engine, not only the request, if logits are not finite."""
+    raw_logprobs: bool = False
+    """Report log-probabilities of the raw logits for outputs."""
     soft_watchdog_s: float = 0.0
     """Log all stacks if a step is older than this; 0 = never."""
 
@@ -660,9 +662,9 @@ class ObserveConfig:
     """Export histograms of prompt and output lengths."""
     prompt_buckets: tuple[str, ...] = ()
     output_buckets: tuple[str, ...] = ()
-    """Histogram buckets in tokens, or their rule (config/histogram_buckets.py)."""
+    """Histogram buckets in tokens, or their rule (config/observability.py)."""
     kv_events: dict[str, object] = field(default_factory=dict[str, object])
-    """Publisher of KV cache events (config/kv_events.py); {} = none."""
+    """Publisher of KV cache events (config/observability.py); {} = none."""
     times: bool = False
     """Log the timing of each finished request."""
     writes_records: bool = False

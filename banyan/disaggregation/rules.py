@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError
-from banyan.base.hosts import is_loopback
+from banyan.base.os import is_loopback
 from banyan.config.env import Environment
 from banyan.config.schema import Config
 from banyan.model_config.model_config import ModelConfig

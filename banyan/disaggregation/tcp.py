@@ -6,8 +6,8 @@ mooncake and nixl use the same connections for control, and a transfer engine fo
 import socket
 from collections.abc import Callable
 
-from banyan.base.hosts import is_loopback
 from banyan.base.log import logger
+from banyan.base.os import is_loopback
 from banyan.disaggregation.decode_side import DecodeSide
 from banyan.disaggregation.prefill_side import PrefillSide
 from banyan.disaggregation.transfer import OpenEngine, TransferOptions

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from banyan.base.errors import CapacityError
-from banyan.config.hicache import can_have_store, store_wishes
+from banyan.config.rules.cache import can_have_store, store_wishes
 from banyan.config.schema import CacheConfig, Config, LoraConfig
 from banyan.dp_attention.step_clock import StepAgreement
 from banyan.engine.core import CoreRecorder, EngineCore

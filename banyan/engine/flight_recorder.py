@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from zlib import crc32
 
 from banyan.base.log import logger
-from banyan.base.version import own_version
+from banyan.base.os import own_version
 from banyan.config.schema import ObserveConfig
 from banyan.engine import snapshot
 from banyan.engine.core import CoreInput, CoreRecorder, EngineCore

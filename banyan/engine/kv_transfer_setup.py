@@ -15,7 +15,7 @@ import torch
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.hicache import BY_NAME, COPIED_APART, HOST, can_have_store, store_wishes
+from banyan.config.rules.cache import BY_NAME, COPIED_APART, HOST, can_have_store, store_wishes
 from banyan.config.schema import CacheConfig, Config
 from banyan.disaggregation.page_cutting import PageForm
 from banyan.engine.model_loader import OpenModel, groups_of

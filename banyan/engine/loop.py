@@ -18,8 +18,8 @@ from banyan.base.clock import Clock
 from banyan.base.errors import DeviceError
 from banyan.base.ids import StepId
 from banyan.base.log import logger
+from banyan.base.os import WakeEvent
 from banyan.base.trace import Marks
-from banyan.base.wake import WakeEvent
 from banyan.dp_attention.step_clock import StepClock
 from banyan.engine.control import answer
 from banyan.engine.core import CoreInput, EngineCore

@@ -24,9 +24,8 @@ import zmq
 import zmq.utils.z85
 
 from banyan.base.errors import ConfigError, DeviceError
-from banyan.base.hosts import is_loopback
 from banyan.base.log import logger, printable
-from banyan.base.version import own_version
+from banyan.base.os import is_loopback, own_version
 from banyan.config.schema import ParallelConfig
 from banyan.engine.local_processes import LocalEngines, LocalProcesses, LocalRanks
 from banyan.engine.process_spec import ENGINE, ProcessSpec

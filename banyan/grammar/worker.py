@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import msgspec
 
+from banyan.base.child_process import LENGTH
 from banyan.base.log import printable
 from banyan.base.os import anonymous_memory, die_with_parent
-from banyan.base.worker_process import LENGTH
 from banyan.grammar.base import BACKENDS, Backend
 from banyan.grammar.vocabulary import Vocabulary, longest_first
 from banyan.messages.requests import Constraint

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from banyan.base.child_process import WorkerProcess
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.log import logger
-from banyan.base.worker_process import WorkerProcess
 from banyan.grammar.base import BACKENDS, Backend, Program
 from banyan.grammar.constrained import Constrained, TokenMasks
 from banyan.grammar.vocabulary import Encode, Vocabulary

@@ -11,7 +11,13 @@ import time
 
 from banyan.base.errors import CapacityError, DeviceError
 from banyan.base.os import anonymous_memory
-from banyan.ops.cpu.collectives import SLOT_BYTES, SharedMemory, most_ranks, segment_bytes
+from banyan.ops.cpu.collectives import (
+    SLOT_BYTES,
+    SharedMemory,
+    meet,
+    most_ranks,
+    segment_bytes,
+)
 from banyan.ops.cpu.library import Library
 from banyan.parallel.collectives import Rendezvous, Transport
 
@@ -56,7 +62,7 @@ def open_shared(rendezvous: Rendezvous) -> SharedMemory:
     if rendezvous.rank == 0:
         os.symlink(f"/proc/{os.getpid()}/fd/{file}", link)
     try:
-        memory.meet()
+        meet(memory)
     finally:
         if rendezvous.rank == 0:
             os.unlink(link)

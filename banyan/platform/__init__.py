@@ -11,7 +11,7 @@ PLATFORMS: Table[type[Platform]] = Table(
         "cpu": "banyan.platform.cpu:CpuPlatform",
         "cuda": "banyan.platform.cuda:CudaPlatform",
         "npu": "banyan.ascend.platform:NpuPlatform",
-        "null": "banyan.platform.null:NullPlatform",
+        "null": "banyan.platform.base:NullPlatform",
     },
     plugins="banyan.platforms",
 )

@@ -17,6 +17,9 @@ ANY_SIZE, BY_SHAPE = "any size", "by shape"
 """How a device repeats work without Python: a program for steps of any size, recorded by the
 toolkit of its kernels, or a graph of one shape, made by `Platform.capture`."""
 
+_NO_STREAM: AbstractContextManager[object] = nullcontext()
+_ENDLESS_BYTES = 1 << 40
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -77,7 +80,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Interconnect:
-    """A library that copies between devices of this kind, also those of other processes.
+    """A library that copies between devices of this kind, in this process and in others.
 
     Attributes:
         protocol: the library's name of the way it copies on this chip.
@@ -178,9 +181,6 @@ class Platform(Protocol):
         ...
 
 
-_NO_STREAM: AbstractContextManager[object] = nullcontext()
-
-
 class Host:
     """Base of devices whose work is done when a call returns, so nothing waits and nothing is
     copied."""
@@ -206,3 +206,27 @@ class Host:
 
     def interconnect(self) -> Interconnect | None:
         return None
+
+
+class NullPlatform(Host):
+    def __init__(self) -> None:
+        self.traits = Traits(
+            name="null",
+            torch_device="meta",
+            collectives=("gloo",),
+            dtypes=("float32",),
+            page_sizes=(16,),
+            async_launch=False,
+            features=frozenset(),
+            cores=0,
+            is_host=False,
+        )
+
+    def open(self, local_rank: int, threads: int) -> torch.device:
+        return torch.device("meta")
+
+    def memory(self) -> Memory:
+        return Memory(_ENDLESS_BYTES, _ENDLESS_BYTES, 0)
+
+    def defaults(self, model_config: ModelConfig) -> Defaults:
+        return Defaults("null", self.traits.dtypes, 16, 512, 128, 0.25)

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.config.hicache import HOST
+from banyan.config.rules.cache import HOST
 from banyan.messages.events import DraftReport
 from banyan.requests.chunks import Chunks, WrappedChunks
 from banyan.requests.request_spec import RequestSpec

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.base.named_code import load_named
+from banyan.base.table import load_named
 from banyan.config.hooks import TOKENS, HookSpec, hook_specs
 from banyan.config.schema import LoadConfig
 from banyan.formats.safetensors import read_arrays, write_arrays

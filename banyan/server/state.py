@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.base.version import own_version
+from banyan.base.os import own_version
 from banyan.chat_template.named_templates import FillIn
 from banyan.chat_template.template import Chat
 from banyan.config.schema import Config

@@ -1,16 +1,38 @@
-"""Simulated devices: one device, pipeline stages, or the devices of DP attention replicas.
+"""Simulated time and devices: one device, pipeline stages, or the devices of DP attention replicas.
 
-Each runs plans in virtual time and calls back when a step is over.
+Each device runs plans in the virtual time of a `World` and calls back when a step is over.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol
 
+from banyan.base.clock import VirtualClock
 from banyan.messages.plan import StepLoad, StepPlan
 from banyan.sim.steptime import StepTime
-from banyan.sim.world import World
+
+
+class World:
+    """Event heap over a virtual clock. Events of one time happen in the order they were planned."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._planned = 0
+
+    def at(self, when_s: float, happen: Callable[[], None]) -> None:
+        """Plan an event; a time in the past means at once."""
+        self._planned += 1
+        heappush(self._events, (max(when_s, self.clock.now()), self._planned, happen))
+
+    def run(self, until_s: float = float("inf")) -> None:
+        """Let everything happen that is planned up to `until_s`."""
+        while self._events and self._events[0][0] <= until_s:
+            when_s, _, happen = heappop(self._events)
+            self.clock.advance_to(when_s)
+            happen()
 
 
 class Device(Protocol):

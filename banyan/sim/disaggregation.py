@@ -18,8 +18,8 @@ from banyan.messages.disaggregation import (
     TransferFound,
 )
 from banyan.messages.plan import CopyResult, PageCopy, StepPlan, transfer_position
+from banyan.sim.device import World
 from banyan.sim.replica import SimulatedReplica
-from banyan.sim.world import World
 
 Place = tuple[int, bytes]
 """Group and key of a page."""

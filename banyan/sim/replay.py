@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from banyan.base.errors import ModelError
-from banyan.base.version import own_version
+from banyan.base.os import own_version
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import (
     Began,

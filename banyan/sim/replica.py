@@ -1,4 +1,4 @@
-"""SimulatedReplica: a real EngineCore on a simulated device.
+"""Simulated replicas: real EngineCores on simulated devices, alone, routed, or in PD pairs.
 
 Plans are answered with synthetic tokens once their step time is over; when a request ends is
 decided by its output length in the workload.
@@ -6,7 +6,8 @@ decided by its output length in the workload.
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from banyan.base.ids import RequestId, SlotId, StepId
@@ -15,14 +16,14 @@ from banyan.engine.journal import plan_hash
 from banyan.kv_cache.cache import TOKEN_BYTES
 from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
 from banyan.messages.events import Event, Failed, Finished, Tokens
-from banyan.messages.plan import SAMPLE, CopyResult, Row, StepPlan, StepResult
+from banyan.messages.plan import SAMPLE, TRANSFER_ID_BYTES, CopyResult, Row, StepPlan, StepResult
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.request_table import Counters
-from banyan.sim.device import Device
-from banyan.sim.report import RequestTimes
+from banyan.scheduler.routing import Route
+from banyan.sim.device import Device, World
+from banyan.sim.report import RequestTimes, SimulationReport, report
 from banyan.sim.workload import Arrival
-from banyan.sim.world import World
 
 _PEER = "127.0.0.1:1"
 """Rooms are found by their names alone."""
@@ -179,3 +180,78 @@ class SimulatedReplica:
     def _end(self, request: RequestId) -> None:
         del self._open[request]
         self.on_end()
+
+
+class ReplicaSet:
+    """Gives every arrival to the replica that the route names."""
+
+    def __init__(self, world: World, replicas: list[SimulatedReplica], route: Route) -> None:
+        self._world = world
+        self._replicas = replicas
+        self._route = route
+        self._routed = 0
+        self._queue: Iterator[Arrival] = iter(())
+        for replica in replicas:
+            replica.on_end = self._submit_next
+
+    def play(self, arrivals: Iterable[Arrival]) -> None:
+        """Submit every arrival at its time."""
+        for arrival in arrivals:
+            self._world.at(arrival.at_s, lambda arrival=arrival: self._arrive(arrival))
+
+    def play_at_concurrency(self, arrivals: Iterable[Arrival], concurrency: int) -> None:
+        """Keep `concurrency` requests open until `arrivals` run out; their times are ignored."""
+        self._queue = iter(arrivals)
+        for _ in range(concurrency):
+            self._submit_next()
+
+    def report(self) -> SimulationReport:
+        """Of all replicas together."""
+        return report(
+            [visit for replica in self._replicas for visit in replica.visits],
+            self._world.clock.now(),
+            sum(replica.counters.steps for replica in self._replicas),
+            sum(replica.counters.retractions for replica in self._replicas),
+        )
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self._routed += 1
+        self._routed_to(self._replicas).submit(arrival)
+
+    def _routed_to(self, replicas: Sequence[SimulatedReplica]) -> SimulatedReplica:
+        requests = [replica.open_requests for replica in replicas]
+        tokens = [replica.open_tokens for replica in replicas]
+        return replicas[self._route(requests, tokens, self._routed - 1)]
+
+    def _submit_next(self) -> None:
+        arrival = next(self._queue, None)
+        if arrival is not None:
+            self._world.at(self._world.clock.now(), lambda: self._arrive(arrival))
+
+
+class PrefillDecodePairs(ReplicaSet):
+    """Gives every arrival to a prefill and a decode replica, as a router of servers does. What
+    clients see is what the decode replicas answer."""
+
+    def __init__(
+        self,
+        world: World,
+        prefill: list[SimulatedReplica],
+        decode: list[SimulatedReplica],
+        route: Route,
+    ) -> None:
+        super().__init__(world, decode, route)
+        self._prefill = prefill
+
+    def report(self) -> SimulationReport:
+        found = super().report()
+        return replace(
+            found, steps=found.steps + sum(replica.counters.steps for replica in self._prefill)
+        )
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self._routed += 1
+        prefill, decode = self._routed_to(self._prefill), self._routed_to(self._replicas)
+        room = self._routed.to_bytes(TRANSFER_ID_BYTES, "little")
+        prefill.submit(arrival, room)
+        decode.submit(arrival, room)

@@ -10,8 +10,7 @@ from typing import Protocol
 
 from banyan.messages.plan import StepPlan
 from banyan.model_config.model_config import WINDOW, ModelConfig
-from banyan.sim.hardware import Hardware
-from banyan.sim.layout import ParallelLayout, Weights, kept_share
+from banyan.sim.layout import Hardware, ParallelLayout, Weights, kept_share
 
 
 class StepTime(Protocol):

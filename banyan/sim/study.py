@@ -17,16 +17,14 @@ from banyan.sim.device import (
     DPAttentionDevices,
     OneDevice,
     PipelineDevice,
+    World,
 )
 from banyan.sim.disaggregation import SimulatedTransfer
-from banyan.sim.hardware import Hardware
-from banyan.sim.layout import ParallelLayout, cache_groups, room_for_cache
-from banyan.sim.replica import SimulatedReplica
-from banyan.sim.replicas import PrefillDecodePairs, ReplicaSet
+from banyan.sim.layout import Hardware, ParallelLayout, cache_groups, room_for_cache
+from banyan.sim.replica import PrefillDecodePairs, ReplicaSet, SimulatedReplica
 from banyan.sim.report import SimulationReport
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import Arrival
-from banyan.sim.world import World
 
 _BYTES = {
     "float32": 4.0,

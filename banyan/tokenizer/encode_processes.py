@@ -14,9 +14,9 @@ from queue import LifoQueue
 
 import msgspec
 
+from banyan.base.child_process import WorkerProcess
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.log import logger, printable
-from banyan.base.worker_process import WorkerProcess
 from banyan.tokenizer.encode import EncodeKind, not_unicode
 
 log = logger(__name__)

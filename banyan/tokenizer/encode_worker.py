@@ -11,9 +11,9 @@ from typing import BinaryIO
 
 import msgspec
 
+from banyan.base.child_process import LENGTH
 from banyan.base.errors import RequestError
 from banyan.base.memory import give_back
-from banyan.base.worker_process import LENGTH
 from banyan.tokenizer.encode import EncodeKind, Encoder
 from banyan.tokenizer.encode_processes import TASK, Answer, Task
 from banyan.tokenizer.load import load_tokenizer

@@ -118,7 +118,7 @@ def test_code_that_is_not_ours_finds_all_of_torch(tmp_path: Path) -> None:
     )
     told = run(
         "with without_parts(): import torch",
-        "from banyan.base.named_code import load_named",
+        "from banyan.base.table import load_named",
         f"sys.path.insert(0, {str(tmp_path)!r})",
         "print(load_named('--x', 'theirs:act', 'nowhere')())",
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.base import worker_process as children
+from banyan.base import child_process as children
 from banyan.base.errors import RequestError
 from banyan.chat_template.template import ChatTemplate
 from banyan.tokenizer.encode import EncodeKind

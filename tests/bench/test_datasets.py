@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.bench.datasets import DATASETS, load_prompts
+from banyan.bench.datasets import DATASETS, BareIds, PlainWords, Prompt, load_prompts
 from banyan.bench.options import DataOptions
-from banyan.bench.prompts import BareIds, PlainWords, Prompt
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 IDS = BareIds(5000)

@@ -3,6 +3,7 @@
 import orjson
 import pytest
 
+from banyan.bench.datasets import Prompt
 from banyan.bench.dialects import (
     CHAT,
     COMPLETIONS,
@@ -14,7 +15,6 @@ from banyan.bench.dialects import (
     request_body,
 )
 from banyan.bench.http import ExchangeError, HttpResponse
-from banyan.bench.prompts import Prompt
 from tests.bench.scripted import DONE, completion_stream, event, native_stream
 
 PROMPT = Prompt("two words", [5, 6], 2, 7)

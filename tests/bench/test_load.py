@@ -6,9 +6,9 @@ import statistics
 
 import pytest
 
+from banyan.bench.datasets import Prompt
 from banyan.bench.http import ExchangeError
-from banyan.bench.load import SelfWatch, poisson_times, run_load, trace_times
-from banyan.bench.prompts import Prompt
+from banyan.bench.serving import SelfWatch, poisson_times, run_load, trace_times
 
 
 def test_arrivals_of_a_poisson_process_have_its_mean_and_spread() -> None:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from banyan.base.errors import BanyanError, ConfigError
+from banyan.bench.datasets import Prompt
 from banyan.bench.dialects import Answer
 from banyan.bench.http import ExchangeError
 from banyan.bench.metrics import failures, meets, percentile, read_goals, results, timing
-from banyan.bench.prompts import Prompt
 
 
 def answer(started: float, times: list[tuple[float, int]], tokens: int | None = None) -> Answer:

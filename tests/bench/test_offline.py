@@ -7,8 +7,8 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.base.ids import RequestId
 from banyan.bench import offline
+from banyan.bench.datasets import Prompt
 from banyan.bench.offline import BatchTimes, results, run_batch, run_throughput
-from banyan.bench.prompts import Prompt
 from banyan.messages.events import Event, Failed, Finished, Stats, Tokens
 from banyan.messages.requests import Abort, Generate, Message
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from banyan.bench.probe import MachinePeaks
 from banyan.bench.roofline import (
     BF16,
     FP32,
     INT8,
+    MachinePeaks,
     OpCost,
     bound,
     merged,

@@ -9,12 +9,12 @@ import pytest
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError, ModelError
 from banyan.cli.main import VERBS, main
+from banyan.cli.plan import LIBRARY_BYTES, AvailableMemory, cache_bytes_of, fit
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.config.prepare import prepare
 from banyan.engine.model_loader import Phases, agree_on_memory, open_model, plan_the_memory
 from banyan.formats.shards import size_of_weights
-from banyan.sim.fitting import LIBRARY_BYTES, AvailableMemory, cache_bytes_of, fit
 from banyan.sim.layout import ParallelLayout, Weights, cache_groups
 from tests.models.families import tiny
 from tests.models.test_quant import quantised

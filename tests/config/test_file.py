@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
+from banyan.config.argv import read_mapping
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.config.yaml_file import read_mapping
 
 
 def start(folder: Path, text: str | bytes) -> object:

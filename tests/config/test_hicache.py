@@ -5,8 +5,8 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.config.hicache import store_wishes
 from banyan.config.resolve import resolve
+from banyan.config.rules.cache import store_wishes
 from banyan.config.schema import CacheConfig, Config, ParallelConfig
 from banyan.model_config.model_config import FULL, WINDOW
 from tests.config.test_resolve import MODEL_CONFIG, NOTHING

@@ -12,7 +12,7 @@ from banyan.base.errors import ConfigError, RequestError
 from banyan.base.ids import RequestId
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.config.histogram_buckets import bounds_of
+from banyan.config.observability import bounds_of
 from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import ObservedGenerator
 from banyan.messages.events import Stats

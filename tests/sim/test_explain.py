@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from banyan.base.errors import ModelError
-from banyan.cli.explain import cache
+from banyan.cli.replay import cache
 from banyan.engine.flight_recorder import FlightRecorder
 from banyan.engine.flight_recorder_memory import journal_of
 from banyan.engine.journal import Journal

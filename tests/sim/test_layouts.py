@@ -12,13 +12,19 @@ from banyan.config.schema import Config
 from banyan.messages.plan import Row, StepPlan
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ExpertFacts, LatentFacts
-from banyan.sim.device import PipelineDevice
-from banyan.sim.hardware import SHEETS, Hardware, read_hardware
-from banyan.sim.layout import ParallelLayout, Weights, read_layout, weights_per_device
+from banyan.sim.device import PipelineDevice, World
+from banyan.sim.layout import (
+    SHEETS,
+    Hardware,
+    ParallelLayout,
+    Weights,
+    read_hardware,
+    read_layout,
+    weights_per_device,
+)
 from banyan.sim.steptime import Roofline
 from banyan.sim.study import StudyQuestion, study
 from banyan.sim.workload import Arrival, poisson
-from banyan.sim.world import World
 from tests.models.families import EXPERTS, tiny
 from tests.sim.test_replica import MODEL_CONFIG
 

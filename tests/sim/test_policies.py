@@ -8,13 +8,11 @@ from banyan.engine.core_spec import CoreSpec
 from banyan.kv_cache.sizing import FULL, CacheGroup
 from banyan.scheduler.budget import Priorities, SchedulerLimits
 from banyan.scheduler.routing import round_robin
-from banyan.sim.device import OneDevice
-from banyan.sim.replica import SimulatedReplica
-from banyan.sim.replicas import ReplicaSet
+from banyan.sim.device import OneDevice, World
+from banyan.sim.replica import ReplicaSet, SimulatedReplica
 from banyan.sim.report import spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import Arrival, mooncake, poisson
-from banyan.sim.world import World
 from tests.sim.test_replica import DEVICE, MODEL_CONFIG, TRACE, Outcome
 
 

@@ -13,14 +13,12 @@ from banyan.messages.plan import Row, StepPlan
 from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.budget import SchedulerLimits
 from banyan.scheduler.routing import round_robin
-from banyan.sim.device import OneDevice
-from banyan.sim.hardware import Hardware
-from banyan.sim.replica import SimulatedReplica
-from banyan.sim.replicas import ReplicaSet
+from banyan.sim.device import OneDevice, World
+from banyan.sim.layout import Hardware
+from banyan.sim.replica import ReplicaSet, SimulatedReplica
 from banyan.sim.report import RequestTimes, SimulationReport, spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import mooncake, poisson
-from banyan.sim.world import World
 
 MODEL_CONFIG = ModelConfig(
     path="",

@@ -77,6 +77,8 @@ IDENTIFIERS = frozenset(
     ]
 )
 """As parts of names of classes, functions, fields and variables."""
+FILE_POSITION = re.compile(r"\bfile\.tell\(\)|def tell\(self\) -> int")
+"""Python's own method of files."""
 
 
 def words_of(name: str) -> set[str]:
@@ -100,6 +102,8 @@ def in_code(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield from in_prose(token.string, token.start[0])
+        elif FILE_POSITION.search(token.line) and token.string == "tell":
+            continue
         elif token.type == tokenize.NAME and (found := words_of(token.string) & IDENTIFIERS):
             yield token.start[0], f"{token.string} ({', '.join(sorted(found))})"
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from banyan.base.errors import ConfigError
-from banyan.config.kv_events import kv_events
+from banyan.config.observability import kv_events
 from banyan.config.schema import ObserveConfig
 from banyan.llm import Engine
 from banyan.lora.scheduling import id_of

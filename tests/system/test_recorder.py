@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from banyan.cli.client import Client
-from banyan.cli.replay import replay
-from banyan.cli.resend import resend
+from banyan.cli.replay import replay, resend
 from banyan.sim.replay import check
 from tests.system.serving import CALL_S, ROOT, Server
 from tests.system.test_journal import mixed_request

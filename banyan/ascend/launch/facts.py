@@ -14,13 +14,12 @@ from types import MappingProxyType
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_object
 from banyan.base.log import printable
-from banyan.config.argv import plain, split
+from banyan.config.argv import plain, read_mapping, split
 from banyan.config.cli import default_of, value_of
 from banyan.config.env import Environment
 from banyan.config.flags.flag import LISTS, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
 from banyan.config.schema import Config
-from banyan.config.yaml_file import read_mapping
 
 DESCRIPTION = "quant_model_description.json"
 """The file that ModelSlim writes next to its weights."""

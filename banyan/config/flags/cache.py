@@ -1,7 +1,8 @@
-"""KV cache flags: size, pages, eviction and further tiers."""
+"""KV cache flags: size, pages, eviction, further tiers, and prefill/decode disaggregation."""
 
 from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Elsewhere, Flag
 
+_PAIR_TEST = "tests/system/test_handoff.py::test_a_pair_answers_like_one_server"
 FLAGS = (
     Flag(
         "page-size",
@@ -221,5 +222,41 @@ FLAGS = (
         "= until all arrive, timeout = up to a time limit",
         choices=("best_effort", "wait_complete", "timeout"),
         proof="tests/system/test_store.py::test_the_prefetch_policy_decides_who_waits",
+    ),
+)
+DISAGGREGATION_FLAGS = (
+    Flag(
+        "disaggregation-mode",
+        "handoff.mode",
+        "role in prefill/decode disaggregation: prefill, decode, or null = both in one server",
+        choices=("null", "prefill", "decode"),
+        proof=_PAIR_TEST,
+    ),
+    Flag(
+        "disaggregation-transfer-backend",
+        "handoff.transfer",
+        "how KV cache pages are transferred: tcp, mooncake, nixl or ascend (packages; ascend "
+        "between NPUs), fake = nothing (load tests of one side), or the name of an installed "
+        "backend",
+        choices=("tcp", "mooncake", "nixl", "ascend", "fake"),
+        plugins="banyan.transfers",
+        elsewhere=(
+            Elsewhere(
+                "mori mooncake_tcp",
+                "this transfer library is not supported",
+                "use tcp, mooncake or nixl",
+            ),
+        ),
+        proof="tests/system/test_handoff.py::test_a_fake_transfer_needs_no_other_server",
+    ),
+    Flag(
+        "disaggregation-bootstrap-port",
+        "handoff.port",
+        "port where a prefill server hands over its KV cache; further replicas use the following "
+        "ports",
+        kind=INT,
+        low=1,
+        high=65535,
+        proof=_PAIR_TEST,
     ),
 )

@@ -1,6 +1,6 @@
 """Observability flags: logs, journal, metrics and traces."""
 
-from banyan.base.named_code import PATTERN
+from banyan.base.table import PATTERN
 from banyan.config.flags.flag import FLOAT, FLOATS, FOREVER_S, INT, JSON, SWITCH, WORDS, Flag
 
 FLAGS = (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.memory import give_back
-from banyan.base.named_code import load_named
+from banyan.base.table import load_named
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile

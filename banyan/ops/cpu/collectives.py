@@ -67,10 +67,6 @@ class SharedMemory:
         # Not at exit: the process frees the memory, and a step may still be running.
         weakref.finalize(self, _leave, free, self._group, file, view).atexit = False
 
-    def meet(self) -> None:
-        """Wait until every rank has called this."""
-        self._library.call("bn_meet", 1, self._group)
-
     def all_reduce(self, x: Tensor) -> None:
         wide = x.float().contiguous()
         self._library.call("bn_all_reduce", len(x), self._group, wide.data_ptr(), _width(x))
@@ -215,6 +211,11 @@ class SharedMemory:
     def _share(self, x: Tensor) -> int:
         assert x.shape[1] % self._size == 0, f"{x.shape[1]} columns for {self._size} ranks"
         return x.shape[1] // self._size
+
+
+def meet(memory: SharedMemory) -> None:
+    """Wait until every rank has called this."""
+    memory._library.call("bn_meet", 1, memory._group)
 
 
 def segment_bytes(library: Library, size: int, slot_bytes: int = SLOT_BYTES) -> int:

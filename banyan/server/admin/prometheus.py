@@ -26,7 +26,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from banyan.config.histogram_buckets import bounds_of
+from banyan.config.observability import bounds_of
 from banyan.config.schema import VLLM, Config, ObserveConfig
 from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import CLOSED, RequestOutcome

@@ -13,7 +13,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.config.cli import described, origins
-from banyan.config.kv_events import kv_events
+from banyan.config.observability import kv_events
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replica
 from banyan.messages.events import Ready, Stats, accept_length

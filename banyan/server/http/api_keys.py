@@ -21,7 +21,7 @@ from typing import cast
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger, printable
-from banyan.config.yaml_file import read_mapping
+from banyan.config.argv import read_mapping
 
 log = logger(__name__)
 

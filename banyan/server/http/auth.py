@@ -7,8 +7,8 @@ import hmac
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError, RequestError
-from banyan.base.hosts import is_loopback
 from banyan.base.log import printable
+from banyan.base.os import is_loopback
 from banyan.server.http.api_keys import ANYONE, Caller, Keys, digest
 
 OPEN = "open"

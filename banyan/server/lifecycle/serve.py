@@ -23,7 +23,7 @@ import uvloop
 
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger, printable
-from banyan.base.named_code import load_named
+from banyan.base.table import load_named
 from banyan.base.thread_pool import use_threads
 from banyan.config.schema import Config
 from banyan.engine_client.client import EngineClient

@@ -1,16 +1,22 @@
-"""--kv-events-config: where an engine publishes which prefixes its cache holds."""
+"""Settings of what an engine reports: KV cache events and the bounds of histograms."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from hashlib import blake2b
 from typing import cast
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.config.schema import ObserveConfig
+from banyan.config.env import Environment
+from banyan.config.schema import Config, ObserveConfig
+from banyan.model_config.model_config import ModelConfig
 
 _FLAG = "--kv-events-config"
 _BOUND = ("*", "[::]", "0.0.0.0", "ipc://", "inproc://")
-
 _KINDS = {"bind": bool, "buffer_steps": int, "hwm": int, "max_queue_size": int}
+_LENGTHS = tuple(float(1 << power) for power in range(4, 21))
+_MAX_BOUNDS = 256
 
 
 @dataclass(frozen=True)
@@ -89,3 +95,46 @@ def _check_endpoint(endpoint: str) -> None:
             f"{_FLAG}: {printable(endpoint, 80)!r} is no endpoint",
             hint="give tcp://*:5557, tcp://HOST:PORT or ipc://PATH",
         )
+
+
+def replay_code(secret: str, number: bytes) -> bytes:
+    """The frame before the number in a replay request."""
+    key = blake2b(secret.encode(), digest_size=32, person=b"banyan replays").digest()
+    return blake2b(number, digest_size=16, key=key).digest()
+
+
+def check_histogram_buckets(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
+    bounds_of(config.observe.prompt_buckets)
+    bounds_of(config.observe.output_buckets)
+    return config
+
+
+def bounds_of(rule: Sequence[str]) -> tuple[float, ...]:
+    """Upper bounds from `default`, `custom N …`, or `tse MIDDLE BASE COUNT`: COUNT bounds on either
+    side of MIDDLE, at distances that grow by the factor BASE.
+
+    Raises:
+        ConfigError: another rule, or numbers that are none.
+    """
+    if not rule or rule[0] == "default":
+        return _LENGTHS
+    try:
+        numbers = [float(word) for word in rule[1:]]
+    except ValueError:
+        numbers = []
+    if not all(0 < number < math.inf for number in numbers):
+        numbers = []
+    if rule[0] == "custom" and 0 < len(numbers) <= _MAX_BOUNDS:
+        return tuple(sorted(set(numbers)))
+    if rule[0] == "tse" and len(numbers) == 3 and numbers[1] > 1 and 1 <= numbers[2] <= 64:
+        middle, base, count = numbers
+        steps = [base**power for power in range(1, math.ceil(count / 2) + 1)]
+        found = {middle, *(middle + step for step in steps), *(middle - step for step in steps)}
+        return tuple(sorted(bound for bound in found if 0 < bound < math.inf))
+    raise ConfigError(
+        f"{' '.join(rule)!r} is no rule for bounds of lengths",
+        hint="write default, custom N … (positive numbers), or tse MIDDLE BASE COUNT with BASE "
+        "above 1 and COUNT up to 64",
+    )
