@@ -17,12 +17,13 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
+from banyan.base.json_types import whole_number
 from banyan.messages.requests import ANY_REPLICA, NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests import bootstrap
 from banyan.requests.context import RequestContext
 from banyan.requests.prompts import namespace_with
-from banyan.requests.sampling_params import ParsedSampling, whole_number
+from banyan.requests.sampling_params import ParsedSampling
 from banyan.tokenizer.stop_strings import TextOptions
 
 T = TypeVar("T")

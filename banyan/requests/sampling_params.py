@@ -15,6 +15,7 @@ from typing import TypeGuard
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import whole_number
 from banyan.messages.requests import KINDS
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.constraint import parse_constraint
@@ -221,13 +222,6 @@ def _seed(values: "_Values") -> int | None:
     if seed is not None and not -_INT64 <= seed < _INT64:
         raise _violation("sampling_seed", "in [-2^63, 2^63)", seed)
     return None if seed in (None, -1) else seed % _INT64
-
-
-def whole_number(value: object) -> object:
-    """A whole number that a client wrote as a float, as an integer; any other value unchanged."""
-    if type(value) is float and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    return value
 
 
 def merged(ignored: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from banyan.base.errors import RequestError
-from banyan.requests.sampling_params import whole_number
+from banyan.base.json_types import whole_number
 from banyan.server.errors import Json
 from banyan.server.ollama.schema import (
     IDLE,

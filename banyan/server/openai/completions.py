@@ -7,6 +7,7 @@ from functools import partial
 from typing import cast
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import whole_number
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.requests.context import RequestContext
 from banyan.requests.generation import (
@@ -18,7 +19,7 @@ from banyan.requests.generation import (
     shown_bytes,
 )
 from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
-from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling, whole_number
+from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate
 from banyan.server.http.exchange import HttpExchange, Later, follow

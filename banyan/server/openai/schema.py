@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.base.json_types import is_list, is_object
+from banyan.base.json_types import is_list, is_object, whole_number
 from banyan.requests import constraint
 from banyan.requests.context import RequestContext
 from banyan.requests.request_spec import (
@@ -22,7 +22,6 @@ from banyan.requests.request_spec import (
     RequestSpec,
     build_specs,
 )
-from banyan.requests.sampling_params import whole_number
 from banyan.server.errors import Json
 
 Message = dict[str, object]
