@@ -6,13 +6,12 @@ requests.sampling_params validates them for all APIs.
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import is_
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.base.json_types import is_list, is_object, whole_number
 from banyan.requests import constraint
 from banyan.requests.context import RequestContext
 from banyan.requests.request_spec import (
@@ -173,55 +172,24 @@ Report = Callable[[str, str], None]
 Refused = Mapping[str, tuple[Sequence[object], str]]
 """Field -> (values that are accepted because they change nothing, reason to refuse others)."""
 
-_A_FLOAT = re.compile(r"got `float` - at `\$([^`]+)`")
-_STEP = re.compile(r"[^.\[\]]+")
-_MAX_FLOATS = 32
-"""Fields of a body that are read as integers though they are written as floats."""
 _AT_FIELD = re.compile(r"at `\$\.(\w+)")
 
 
 def typed(raw: Mapping[str, object], kind: type[T]) -> T:
     """`raw` as a Struct of type `kind`; RequestError names the field of the wrong type.
 
-    Whole numbers that a client wrote as floats are integers.
+    Numbers and booleans may be texts, as in a query: "15" is 15. Whole numbers may be floats.
     """
     try:
-        return _converted(raw, kind)
+        with suppress(msgspec.ValidationError):
+            return msgspec.convert(raw, kind)
+        return msgspec.convert(raw, kind, strict=False)
     except msgspec.ValidationError as error:
         text = str(error)
         found = _AT_FIELD.search(text) or re.search(r"required field `(\w+)`", text)
         raise RequestError(text, param=found.group(1) if found else "") from None
     except (RecursionError, OverflowError) as error:
         raise RequestError(f"the request cannot be read: {error}") from None
-
-
-def _converted(raw: object, kind: type[T]) -> T:
-    for _ in range(_MAX_FLOATS):
-        try:
-            return msgspec.convert(raw, kind)
-        except msgspec.ValidationError as error:
-            match = _A_FLOAT.search(str(error))
-            if match is None:
-                raise
-            found = _with_integer(raw, _STEP.findall(match[1]))
-            if found is raw:
-                raise
-            raw = found
-    return msgspec.convert(raw, kind)
-
-
-def _with_integer(value: object, path: Sequence[str]) -> object:
-    """A copy of `value` with the whole number at `path` as an integer; in a list, all of them."""
-    if not path:
-        return whole_number(value)
-    step, rest = path[0], path[1:]
-    if is_object(value) and step in value:
-        inner = _with_integer(value[step], rest)
-        return value if inner is value[step] else {**value, step: inner}
-    if is_list(value) and step.isdecimal():
-        inner = [_with_integer(one, rest) for one in value]
-        return value if all(map(is_, inner, value)) else inner
-    return value
 
 
 def read_fields(raw: Json, kind: type[R], context: RequestContext) -> R:
