@@ -120,6 +120,7 @@ _PROBE_TOOL: Message = {
         "name": "PROBE_TOOL",
         "description": "D",
         "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        "x-member": "PROBE_MEMBER",
     },
 }
 
@@ -225,6 +226,10 @@ class ChatTemplate:
             text = _cut(text, end)
         return unmarked(text, mark) if mark else RenderedChat(text)
 
+    def names(self, member: str) -> bool:
+        """Whether the template's source has this name of a message's or a tool's member."""
+        return member in self.source
+
     def _render(self, variables: Mapping[str, object]) -> str:
         try:
             return self._processes.render({**self._named, **variables}, self._time_s)
@@ -283,10 +288,11 @@ class ChatTemplate:
         self.takes_calls = "PROBE_CALL" in as_text or "PROBE_CALL" in as_object
         system = {"role": "system", "content": "SYSTEM"}
         self.takes_system = "SYSTEM" in self._tried([system, user])
-        shown = (self._tried(m, [_PROBE_TOOL]) for m in ([user], [system, user]))
+        shown = [self._tried(m, [_PROBE_TOOL]) for m in ([user], [system, user])]
         late = {"role": "system", "content": "LATE"}
         self.takes_late_system = "LATE" in self._tried([system, user, late])
         self.takes_tools = any("PROBE_TOOL" in text for text in shown)
+        self.shows_whole_tools = any("PROBE_MEMBER" in text for text in shown)
 
     def _tried(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         variables = {"messages": messages, "tools": tools, "add_generation_prompt": False}

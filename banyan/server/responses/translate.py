@@ -10,7 +10,7 @@ from banyan.base.json_types import is_object
 from banyan.chat_template.template import ChatTemplate
 from banyan.server.errors import Json
 from banyan.server.openai.prompts import add_text, json_text, whole_texts
-from banyan.server.openai.schema import Refused, Report
+from banyan.server.openai.schema import Members, Refused, Report
 from banyan.server.responses.tools import Offered, chat_choice
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -23,6 +23,19 @@ _PREFIXES = {
     "mcp_list_tools": "mcpl",
 }
 MAX_ITEMS = 16384
+_FORMAT = ("type", "name", "schema", "strict", "description")
+_PART: Members = dict.fromkeys(("type", "text", "annotations", "logprobs", "refusal"))
+MEMBERS: Members = {
+    "input": {
+        **dict.fromkeys(("type", "role", "id", "status", "call_id", "name", "arguments", "input")),
+        **dict.fromkeys(("summary", "encrypted_content", "server_label", "tools", "error")),
+        **dict.fromkeys(("approval_request_id", "action", "phase")),
+        "content": _PART,
+        "output": _PART,
+    },
+    "text": {"verbosity": None, "format": dict.fromkeys(_FORMAT)},
+}
+"""Members that are read, and those that this server writes itself; others are reported."""
 _CUSTOM = {
     "custom_tool_call": "function_call",
     "custom_tool_call_output": "function_call_output",
