@@ -161,13 +161,13 @@ def _response_format(value: object) -> tuple[str, object] | None:
 def _choice(value: object, name: str = "guided_choice") -> tuple[str, object]:
     choices = cast(list[object], value) if isinstance(value, list) else []
     if not choices or not all(isinstance(c, str) and c for c in choices):
-        raise RequestError(f"{name} must be a list of texts", param=name)
+        raise RequestError(f"{name} must be a list of texts", param=name.partition(".")[0])
     return REGEX, "|".join(f"({_literal(cast(str, c))})" for c in choices)
 
 
 def _any_object(value: object, name: str = "guided_json_object") -> tuple[str, object] | None:
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false", param=name)
+        raise RequestError(f"{name} must be true or false", param=name.partition(".")[0])
     return (JSON_SCHEMA, '{"type": "object"}') if value else None
 
 

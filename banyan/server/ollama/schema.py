@@ -61,6 +61,8 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     input: object = None
     prompt: str | None = None
     dimensions: int | None = None
+    truncate: bool | None = None
+    """Texts that are too long are cut, unless this is false."""
     options: dict[str, object] | None = None
 
 

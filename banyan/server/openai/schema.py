@@ -243,7 +243,7 @@ def account_for(
         if name in refused:
             _refuse_unless_neutral(name, value, *refused[name])
         elif value and name in constraint.FIELDS:
-            why = f"{name} would constrain the output, and this route does not read it"
+            why = "this field would constrain the output, and this route does not read it"
             raise RequestError(why, param=name, code="not_available")
         elif value is not None:
             report(name, "not used" if name in harmless else "unknown field, ignored")
@@ -282,7 +282,8 @@ def account_for_members(
         known = {*kind.__struct_fields__, *harmless}
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, dict):
-                found |= {f"{name}.{m}": None for m in one if m not in known}
+                unread = [m for m in one if m not in known and one[m] is not None]
+                found |= {f"{name}.{m}": None for m in unread}
     for name in found:
         report(name, "not used")
 
