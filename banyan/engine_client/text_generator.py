@@ -199,7 +199,9 @@ class HiddenTokens:
     """
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
-        found = tokenizer.special_in(options.stop) if options.skip_special_tokens else {}
+        texts = tokenizer.special_texts if options.stop and options.skip_special_tokens else ()
+        stops = "\0".join(options.stop)
+        found = {text: tokenizer.added[text] for text in sorted(texts) if text in stops}
         hidden = {text: id for text, id in found.items() if id not in options.shown}
         self._marks = {text: chr(0xD800 + i) for i, text in enumerate(hidden)}
         self._mark_of = {id: self._marks[text] for text, id in hidden.items()}

@@ -131,49 +131,6 @@ class StreamingText:
         """Consume everything up to the end of the text."""
         yield from self.run(_ANYTHING, sink)
 
-    def after_space(
-        self, texts: Delimiters, limit: int, offset: int = 0
-    ) -> Reading[tuple[int, str]]:
-        """Look for one of `texts` after white space, and consume nothing.
-
-        Args:
-            limit: characters that are looked at.
-            offset: characters before the white space.
-
-        Returns:
-            Position after the white space, and the one of `texts` that is there, or "". If the text
-            ends within one of them, its end is the position.
-        """
-        while True:
-            start = self._at + offset
-            window = self._text[start : start + limit]
-            shown = window.lstrip()
-            match = texts.pattern.match(shown)
-            if match:
-                return offset + len(window) - len(shown), match.group()
-            is_partial = len(window) < limit and (not shown or texts.is_prefix(shown))
-            if not is_partial or self._ended:
-                return offset + len(window) - (0 if is_partial else len(shown)), ""
-            yield
-
-    def before(self, end: str, limit: int, offset: int) -> Reading[str | None]:
-        """The text from `offset` to `end` on the same line, consuming nothing; None without it.
-
-        Raises:
-            Truncated: the text ends first.
-        """
-        while True:
-            start = self._at + offset
-            window = self._text[start : start + limit]
-            at = window.find(end)
-            if at >= 0:
-                return None if "\n" in window[:at] else window[:at]
-            if "\n" in window or len(window) == limit:
-                return None
-            if self._ended:
-                raise Truncated
-            yield
-
     def until(
         self,
         delimiters: Delimiters,
@@ -234,3 +191,47 @@ class StreamingText:
         if match is not None and match.start() < partial_at:
             return match.start(), match.group()
         return partial_at, ""
+
+
+def after_space(
+    source: StreamingText, texts: Delimiters, limit: int, offset: int = 0
+) -> Reading[tuple[int, str]]:
+    """Look for one of `texts` after white space, and consume nothing.
+
+    Args:
+        limit: characters that are looked at.
+        offset: characters before the white space.
+
+    Returns:
+        Position after the white space, and the one of `texts` that is there, or "". If the text
+        ends within one of them, its end is the position.
+    """
+    size = offset
+    while True:
+        size += 1
+        window = yield from source.peek(size)
+        shown = window[offset:].lstrip()
+        if match := texts.pattern.match(shown):
+            return len(window) - len(shown), match.group()
+        is_partial = size - offset < limit and (not shown or texts.is_prefix(shown))
+        if not is_partial or len(window) < size:
+            return len(window) - (0 if is_partial else len(shown)), ""
+
+
+def text_before(source: StreamingText, end: str, limit: int, offset: int) -> Reading[str | None]:
+    """The text from `offset` to `end` on the same line, consuming nothing; None without it.
+
+    Raises:
+        Truncated: the text ends first.
+    """
+    size = offset
+    while True:
+        size += 1
+        window = yield from source.peek(size)
+        text = window[offset:]
+        if text.endswith(end):
+            return text.removesuffix(end)
+        if "\n" in text or len(text) >= limit:
+            return None
+        if len(window) < size:
+            raise Truncated

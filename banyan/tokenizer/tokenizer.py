@@ -134,15 +134,6 @@ class Tokenizer:
         """Added texts that are special."""
         return frozenset(text for text, id in self.added.items() if id in self.special_ids)
 
-    def special_in(self, texts: Sequence[str]) -> dict[str, int]:
-        """Special tokens whose text occurs in one of these texts: text -> id."""
-        found = (match.group() for text in texts for match in self._special_pattern.finditer(text))
-        return {text: self.added[text] for text in found}
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        return any_of(self.special_texts)
-
     @cached_property
     def pieces(self) -> PieceTable:
         """The bytes of each id.

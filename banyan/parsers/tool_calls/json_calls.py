@@ -32,7 +32,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from banyan.parsers.incremental import Delimiters, Malformed, Reading, StreamingText
+from banyan.parsers.incremental import Delimiters, Malformed, Reading, StreamingText, after_space
 from banyan.parsers.tool_calls.base import (
     ToolCallWriter,
     ToolFormat,
@@ -57,9 +57,9 @@ def tagged_json(opener: str, closer: str) -> ToolFormat:
 
     def block(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
         yield from read_calls(source, out)
-        while (yield from source.after_space(more, 8))[1]:
+        while (yield from after_space(source, more, 8))[1]:
             yield from read_call(source, out)
-        stray = yield from source.after_space(braces, MAX_STRAY)
+        stray = yield from after_space(source, braces, MAX_STRAY)
         if stray[1]:
             source.take(stray[0] + 1)
         yield from source.spaces()
@@ -99,7 +99,7 @@ def text_with_calls(opener: str, block: Block, *ignored: str, closer: str = "") 
                 before = out.num_calls
                 yield from read_or_text(source, out, opener, block(source, out))
                 if closer and out.num_calls > before:
-                    at, _ = yield from source.after_space(after, MAX_STRAY)
+                    at, _ = yield from after_space(source, after, MAX_STRAY)
                     if (yield from source.peek(at + len(closer)))[at:] == closer:
                         source.take(at + len(closer))
 

@@ -40,6 +40,8 @@ from banyan.parsers.incremental import (
     Sink,
     StreamingText,
     Truncated,
+    after_space,
+    text_before,
 )
 from banyan.parsers.tool_calls.base import (
     MAX_NAME_CHARS,
@@ -98,7 +100,7 @@ def read_parameters(
     out.closers.append("}")
     yield from source.spaces()
     while not (yield from source.follows(markup.end)):
-        if (yield from source.after_space(after, after.max_length))[1]:
+        if (yield from after_space(source, after, after.max_length))[1]:
             break  # the model left out the end of the call
         yield from source.expect(markup.key)
         text, _ = yield from source.collect(key_end, 2 * MAX_NAME_CHARS)
@@ -179,7 +181,7 @@ class _Values:
         source, markup = self._source, self._markup
         size = len(stop)
         if stop == markup.value_end:
-            at, found = yield from source.after_space(self._after_value, _MAX_SPACE, size)
+            at, found = yield from after_space(source, self._after_value, _MAX_SPACE, size)
             if found != markup.key:
                 return bool(found) or (yield from self._is_last(at))
             try:
@@ -188,7 +190,7 @@ class _Values:
                 return True
             return name is not None and (self._is_missing(name) or at > size or not self._is_lines)
         if stop == markup.end:
-            at, found = yield from source.after_space(self._after_call, _MAX_SPACE, size)
+            at, found = yield from after_space(source, self._after_call, _MAX_SPACE, size)
             return bool(found) or (yield from self._is_last(at))
         if self._is_lines and not self._is_line_start:
             return False
@@ -206,13 +208,13 @@ class _Values:
     def _name_at(self, offset: int) -> Reading[str | None]:
         """The parameter whose tag, after `key`, begins here; None if no whole tag does."""
         source, markup = self._source, self._markup
-        text = yield from source.before(markup.key_end, 2 * MAX_NAME_CHARS, offset)
+        text = yield from text_before(source, markup.key_end, 2 * MAX_NAME_CHARS, offset)
         if text is None:
             return None
         if markup.value_start:
             start = Delimiters(markup.value_start)
             offset += len(text) + len(markup.key_end)
-            if not (yield from source.after_space(start, _MAX_SPACE, offset))[1]:
+            if not (yield from after_space(source, start, _MAX_SPACE, offset))[1]:
                 return None
         return markup.read_key(text)[0]
 
