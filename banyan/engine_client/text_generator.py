@@ -183,7 +183,7 @@ class TextDecoder:
         return self._shown(text)
 
     def _shown(self, text: str) -> str:
-        """Final text without marks; those of a stop that stays in the answer become its text."""
+        """Final text without marks. In a stop that stays in the answer, marks become text."""
         if not self._hidden.stops:
             return text
         match = self._checker.match if self._keeps_stop else None
