@@ -13,7 +13,9 @@ from types import MappingProxyType
 from banyan.ascend.launch.expert_rules import EXPERT_RULES
 from banyan.ascend.launch.facts import Launch
 from banyan.ascend.launch.findings import Breach, Finding, breach, finding_of
-from banyan.ascend.launch.support import REFUSED, device_outcomes
+from banyan.ascend.launch.support import EXCLUDED, documented_columns
+from banyan.config.flags.outcome import REFUSED, outcome_of
+from banyan.config.flags.table import find
 
 _ATTENTION = ("auto", "ascend", "torch_native")
 _PAGE_STEP, _LARGEST_PAGE = 128, 512
@@ -62,13 +64,15 @@ def quantization(launch: Launch) -> Iterator[Breach]:
 
 
 def support(launch: Launch) -> Iterator[Breach]:
-    """The verdict of the documents' table on each given flag."""
-    outcomes = device_outcomes(launch.soc.name)
+    """Flags that the documents exclude on this chip, and that are refused there."""
+    soc = launch.soc.name
+    columns = documented_columns(soc)
     for flag, value in launch.arguments.items():
-        outcome = outcomes.get(flag)
-        if outcome is not None and outcome.is_lowered and value is not False:
-            rule = "flag-a" if outcome.verdict == REFUSED else "flag-b"
-            yield breach(rule, flag=flag, column=outcome.column, soc=launch.soc.name)
+        column = columns.get(flag, "")
+        if column not in EXCLUDED or value is False:
+            continue
+        if outcome_of(find(flag, abbreviate=False), value, soc).verdict == REFUSED:
+            yield breach("flag-a", flag=flag, column=column, soc=soc)
 
 
 FLAG_RULES = (backends, pages, quantization, support)
