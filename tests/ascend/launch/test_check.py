@@ -92,9 +92,9 @@ def test_flags_are_read_as_a_start_reads_them(tmp_path) -> None:
 
 
 def test_a_start_on_npu_that_breaks_a_rule_is_refused_before_a_model_is_looked_for() -> None:
-    config = parse(["./no-such-model", "--device", "npu", "--page-size", "64"], Environment())
-    with pytest.raises(ConfigError, match=r"--page-size 64.*\[2a"):
-        prepare(config, read_environment(NPU))
+    config = parse(["./no-such-model", "--device", "npu", "--page-size", "256"], Environment())
+    with pytest.raises(ConfigError, match=r"--page-size 256.*\[2b"):
+        prepare(config, read_environment(NPU | {"SGLANG_USE_FIA_NZ": "1"}))
 
 
 def test_a_start_on_npu_is_held_against_the_variables(model) -> None:
