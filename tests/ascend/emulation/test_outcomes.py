@@ -15,7 +15,7 @@ from tests.models.families import tiny
 MORE = {"num_hidden_layers": 6, "num_key_value_heads": 8, "max_position_embeddings": 256}
 ALONE = {"engine_mode": "inprocess", "cuda_graph_bs": [1, 2, 4]}
 NGRAM = {"speculative_algorithm": "NGRAM"}
-RANKS = {"engine_mode": "process", "tp_size": 2, "ep_size": 2}
+RANKS = {"engine_mode": "normal", "tp_size": 2, "ep_size": 2}
 REFUSED = {
     "enable-memory-saver": ({"enable_memory_saver": True}, "cannot be released"),
     "enable-return-routed-experts": (
