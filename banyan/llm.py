@@ -34,7 +34,6 @@ from banyan.engine_client.client import ClientLimits, EngineClient, Engines
 from banyan.engine_client.data_parallel import DataParallelClient, agreed
 from banyan.engine_client.text_generator import open_generator
 from banyan.lora.adapter_files import AdapterPlace, checked_name
-from banyan.messages.control_ops import MEMORY_TAGS
 from banyan.messages.events import Ready, Reply, Stats, accept_length
 from banyan.messages.transport import FrontLink, PrivateFolder, SocketFrontLink, local_pair
 from banyan.model_config.model_config import ModelConfig
@@ -255,8 +254,9 @@ class Engine:
         opened.adapters.remove(name)
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
-        """Give memory of the weights, the cache ("kv_cache") or both back to the system; needs
-        `enable_memory_saver`. Requests wait until all of it is there again.
+        """Give memory of the weights, the cache ("kv_cache") or both back to the system, or of
+        graphs alone ("cuda_graph"); needs `enable_memory_saver`. Requests wait until all of it is
+        there again.
 
         Raises:
             RequestError: requests are running, or it cannot be released.
@@ -555,7 +555,7 @@ def _arguments(model_path: str, server_args: Mapping[str, object]) -> list[str]:
 
 
 def _tags_text(tags: list[str] | None) -> str:
-    return ",".join(tags or MEMORY_TAGS)
+    return ",".join(tags or ())
 
 
 def _require(reply: Reply) -> None:

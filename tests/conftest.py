@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.matrices import left_out
+
 # Before torch is loaded: each of its small products waits for all threads, and where two files run
 # at a time those of one spin while the other's hold the cores, which takes a hundred times as long.
 # An engine sets its own number all the same.
@@ -136,6 +138,15 @@ LONGEST = [
 marked `slow`."""
 
 
+MATRICES = ("ascend/emulation/", "models/", "ops/", "parallel/", "runner/", "system/")
+"""Where `make test` runs each value of each parameter of a test, and not all combinations."""
+EMULATED = tuple(
+    f"ascend/emulation/test_{name}"
+    for name in ("adapters", "captured_steps", "drafts", "families", "handoff", "layouts", "tiers")
+)
+"""Where it runs two cases of a test at most, because each starts engines or ranks."""
+
+
 def _name(path: str) -> str:
     """Name of a file below tests/, without its suffix."""
     return path.partition("::")[0].removeprefix("tests/").removesuffix(".py")
@@ -160,6 +171,7 @@ def _turn(item: pytest.Item) -> tuple[bool, int]:
     return name.startswith("ascend/emulation/"), place
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks choose items
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     for item in items:
@@ -167,3 +179,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(_layer(name))
         if name in LONGEST:
             item.add_marker("slow")
+    matrices = [item for item in items if _name(item.nodeid).startswith(MATRICES)]
+    emulated = [item for item in matrices if _name(item.nodeid).startswith(EMULATED)]
+    for item in {*left_out(matrices), *left_out(emulated, most=2)}:
+        item.add_marker("full")

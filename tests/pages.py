@@ -1,13 +1,14 @@
-"""Tables of the pages that are made from the code and its tests: `python -m tests.pages` writes
-them into docs/, `test_pages.py` holds the pages against them.
+"""Writes the tables of docs/ that come from the code: `python -m tests.pages`. `test_pages.py`
+checks that the pages are up to date.
 
-Every row names a test that tries it; a row without one is an error.
+Every row needs a test; a row without one is an error.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from banyan.families import FAMILIES, GGUF
+from banyan.families.nested import NESTED
 from banyan.model_config.quantization import SPELLINGS
 from banyan.models.weights.quant import FORMS, overview
 from tests.models import (
@@ -16,6 +17,7 @@ from tests.models import (
     test_gguf_families,
     test_gguf_hybrids,
     test_gguf_states,
+    test_nested,
 )
 from tests.models.families import EXPERTS, STATES, VARIANTS
 
@@ -28,7 +30,6 @@ _ELSEWHERE = {
     "BailingMoeForCausalLM": "test_bailing.py",
     "BailingMoeV2ForCausalLM": "test_bailing.py",
     "Step3TextForCausalLM": "test_step.py",
-    "Step3VLForConditionalGeneration": "test_step.py",
     "gguf/llama": "test_gguf.py",
     "gguf/gpt-oss": "test_gpt_oss.py",
     "gguf/step35": "test_step.py",
@@ -37,7 +38,18 @@ _ELSEWHERE = {
 }
 """Families with a file of tests of their own, in tests/models."""
 _FORMS_ELSEWHERE = {"mxfp4": "tests/models/test_gpt_oss.py"}
-_FAMILY_HEAD = "| family | class in config.json | GGUF architecture | what is special | tried in |"
+"""Forms with tests outside of tests/models/test_quant.py."""
+_FAMILY_HEAD = "| family | class in config.json | GGUF architecture | remarks |"
+_NESTED_ELSEWHERE = {
+    "Step3VLForConditionalGeneration": "test_step.py",
+    "Step3p7ForConditionalGeneration": "test_families.py[step 3.7]",
+    "InternVLChatModel": "test_nested.py",
+    "KimiVLForConditionalGeneration": "test_nested.py[kimi k2.5]",
+    "KimiK25ForConditionalGeneration": "test_nested.py[kimi k2.5]",
+    "Qwen3_5ForConditionalGeneration": "test_families.py",
+    "Qwen3_5MoeForConditionalGeneration": "test_families.py",
+}
+_NESTED_HEAD = "| multimodal class | text model | weights left out |"
 
 
 def family_rows() -> list[tuple[str, list[str], list[str], str]]:
@@ -48,13 +60,13 @@ def family_rows() -> list[tuple[str, list[str], list[str], str]]:
 
 
 def _class_of(model: str) -> str:
-    """Of transformers' name of a configuration: models that see keep their text part apart."""
+    """Class of a transformers configuration name; image models name their text part separately."""
     name = f"{model}ForCausalLM"
     return name if name in FAMILIES else f"{model.removesuffix('Text')}ForCausalLM"
 
 
 def tests_of(name: str) -> list[str]:
-    """Tests of a class or, as "gguf/…", of an architecture."""
+    """Tests of a class, or of an architecture as "gguf/…"."""
     found = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
     if name.startswith(GGUF):
         kits = (test_gguf_families, test_gguf_experts, test_gguf_states, test_gguf_hybrids)
@@ -72,39 +84,51 @@ def tests_of(name: str) -> list[str]:
 
 
 def families() -> str:
-    lines = [_FAMILY_HEAD, "|---|---|---|---|---|"]
+    lines = [_FAMILY_HEAD, "|---|---|---|---|"]
     for family, classes, architectures, note in family_rows():
         named = [*classes, *(GGUF + name for name in architectures)]
-        tried = dict.fromkeys(tests_of(name)[0] for name in named)
-        cells = [_marked(classes), _marked(architectures) or "–", note, _marked(tried)]
+        for name in named:
+            tests_of(name)
+        cells = [_marked(classes), _marked(architectures) or "–", note]
         lines.append(f"| {family} | {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines)
 
 
-def _marked(names: list[str] | dict[str, None]) -> str:
+def nested() -> str:
+    """Multimodal checkpoints, of which the text model is served."""
+    lines = [_NESTED_HEAD, "|---|---|---|"]
+    for name, form in NESTED.items():
+        model = name.removesuffix("ForConditionalGeneration")
+        cases = [case for case, (its, *_) in test_nested.VARIANTS.items() if its == model]
+        if not cases and name not in _NESTED_ELSEWHERE:
+            raise LookupError(f"nothing in tests/models/test_nested.py tries {name}")
+        text = f"`{form.text}`" if form.text else "named by its configuration"
+        left = _marked([prefix.rstrip(".") for prefix in form.towers])
+        lines.append(f"| `{name}` | {text} | {left} |")
+    return "\n".join(lines)
+
+
+def _marked(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
 def forms() -> str:
-    tried = {}
     for form in FORMS:
         cases = [case for case in quantised.FORMS if case.split(",")[0].split(" ")[0] == form]
         if not cases and form not in _FORMS_ELSEWHERE:
             raise LookupError(f"nothing in tests/models/quantised.py tries {form}")
-        named = f"tests/models/test_quant.py[{cases[0]}]" if cases else _FORMS_ELSEWHERE[form]
-        more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-        tried[form] = f"`{named}`{more}"
-    return overview(SPELLINGS, tried)
+    return overview(SPELLINGS)
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """A page, and a table that it has."""
+    """Each page with its table."""
     yield DOCS / "models.md", families()
+    yield DOCS / "models.md", nested()
     yield DOCS / "quantization.md", forms()
 
 
 def write(page: Path, table: str) -> None:
-    """Put the table in the place of the one whose first column has the same name."""
+    """Replace the table whose first column has the same name."""
     text = page.read_text(encoding="utf-8")
     start = text.index(table[: table.index("|", 2) + 1])
     end = text.index("\n\n", start)

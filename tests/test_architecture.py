@@ -124,6 +124,16 @@ PRIVATE_WORDS = re.compile(
     r"|\bissue #\d",
 )
 MAX_FILE_LINES, MAX_STATEMENTS, MAX_PUBLIC_METHODS = 800, 60, 25
+MIN_FILE_LINES = 80
+SMALL_FILES = (
+    *("bench_offline_throughput.py", "bench_one_batch.py", "bench_serving.py", "check_env.py"),
+    *("launch_lb.py", "launch_router.py", "launch_server.py"),
+    *("config/rules/execution.py", "disaggregation/rules.py"),
+    "server/listeners.py",
+    "tokenizer/detokenizer.py",
+)
+"""Commands under SGLang's module names, rules of a subject, a table, and a file that
+readers look for by its name."""
 MUTABLE_CALLS = ("list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "Lock")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -332,6 +342,39 @@ def is_too_long(path: Path, tree: ast.Module) -> Iterator[Finding]:
                 yield node.lineno, f"{node.name} has {count} public methods"
 
 
+@cache
+def importers() -> dict[str, set[Path]]:
+    """Dotted name -> the files of the package that import it, as a module or for a part of it."""
+    found: dict[str, set[Path]] = {}
+    for path, tree in sources(PACKAGE):
+        for _, name in imports(tree):
+            for module in (name, name.rpartition(".")[0]):
+                found.setdefault(module, set()).add(path)
+    return found
+
+
+@cache
+def table_rows() -> frozenset[str]:
+    """Names of modules in strings: rows of tables, entry points, commands of worker processes."""
+    words = re.compile(r"[\w.}]*\.([a-z_0-9]+)\b|\b([a-z_0-9]+):[a-z_]+\b")
+    texts = [(ROOT / "pyproject.toml").read_text(encoding="utf-8")]
+    for _, tree in sources(PACKAGE):
+        constants = (node.value for node in nodes(tree) if isinstance(node, ast.Constant))
+        texts += [value for value in constants if isinstance(value, str) and len(value) < 200]
+    return frozenset(name for text in texts for pair in words.findall(text) for name in pair)
+
+
+def belongs_to_its_user(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    """A small module without a second importer that no table names."""
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    if lines >= MIN_FILE_LINES or path.name.startswith("__") or inside(path) in SMALL_FILES:
+        return
+    name = "banyan." + inside(path).removesuffix(".py").replace("/", ".")
+    users = importers().get(name, set()) - {path}
+    if len(users) < 2 and path.stem not in table_rows():
+        yield lines, f"{lines} lines, used by {len(users)} modules: move it to its user"
+
+
 def packs_arguments(path: Path, tree: ast.Module) -> Iterator[Finding]:
     """`f(*(a, b))`: a reader cannot match such arguments to parameters."""
     for node in nodes(tree):
@@ -459,6 +502,10 @@ def test_scheduler_and_memory_depend_on_their_inputs_only() -> None:
 
 def test_files_functions_and_classes_stay_small() -> None:
     obey(is_too_long)
+
+
+def test_small_modules_have_two_users_or_a_row_in_a_table() -> None:
+    obey(belongs_to_its_user)
 
 
 def test_arguments_are_written_one_by_one() -> None:

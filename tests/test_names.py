@@ -34,7 +34,9 @@ CLEAN = (
     "banyan/sim",
     "banyan/tokenizer",
     "CONTRIBUTING.md",
-    "docs/architecture.md",
+    "README.md",
+    "SECURITY.md",
+    "docs",
 )
 """Packages and pages without house words. A package that has lost its last one is added here."""
 

@@ -73,7 +73,8 @@ def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
             return f"{gone[0].role} ended at its start" if gone else ""
 
         pool = replace(config.pool, workers=(*config.pool.workers, *specs))
-        return run_router(replace(config, pool=pool), lost)
+        policy = replace(config.policy, events_secret=environment.dist_secret)
+        return run_router(replace(config, pool=pool, policy=policy), lost)
 
 
 @contextmanager

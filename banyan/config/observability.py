@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from hashlib import blake2b
 from typing import cast
 
 from banyan.base.errors import ConfigError
@@ -94,6 +95,12 @@ def _check_endpoint(endpoint: str) -> None:
             f"{_FLAG}: {printable(endpoint, 80)!r} is no endpoint",
             hint="give tcp://*:5557, tcp://HOST:PORT or ipc://PATH",
         )
+
+
+def replay_code(secret: str, number: bytes) -> bytes:
+    """The frame before the number in a replay request."""
+    key = blake2b(secret.encode(), digest_size=32, person=b"banyan replays").digest()
+    return blake2b(number, digest_size=16, key=key).digest()
 
 
 def check_histogram_buckets(

@@ -195,6 +195,8 @@ class ScheduleConfig:
     """A step older than this means the engine is stuck."""
     crashes_on_nan: bool = False
     """Stop the engine, not only the request, if logits are not finite."""
+    raw_logprobs: bool = False
+    """Report log-probabilities of the raw logits for outputs."""
     soft_watchdog_s: float = 0.0
     """Log all stacks if a step is older than this; 0 = never."""
 

@@ -155,6 +155,14 @@ SETTINGS = {
             proof="tests/scheduler/test_growth.py::test_the_expectation_falls_in_the_steps_given",
         ),
         Flag(
+            "SGLANG_RETURN_ORIGINAL_LOGPROB",
+            "schedule.raw_logprobs",
+            "report log-probabilities of the raw logits, before masks, biases, penalties and "
+            "temperature",
+            kind=SWITCH,
+            proof="tests/system/test_logprobs.py::test_a_variable_reports_the_raw_values",
+        ),
+        Flag(
             "SGLANG_RETRACT_DECODE_STEPS",
             "schedule.retract_steps",
             "decode steps for which a retraction frees enough KV cache",

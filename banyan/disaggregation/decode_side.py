@@ -33,6 +33,8 @@ log = logger(__name__)
 _REPORTED_AT_ONCE = 16
 """Pages whose arrival is reported together, since each report wakes the engine."""
 _CONNECT_S = 5.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 2.0
+"""Pause before a room that is not open yet is asked for again; it doubles each time."""
 _BUFFER_BYTES = 1 << 20
 
 
@@ -202,7 +204,29 @@ class DecodeSide:
         where: str,
         writers: list[asyncio.StreamWriter],
     ) -> tuple[wire.Channel, int, bytes]:
-        """Connect to one replica and ask for the room; returns its answer."""
+        """Ask one replica for the room until it is open; returns its answer."""
+        loop, pause_s = asyncio.get_running_loop(), _PAUSE_S
+        until = loop.time() + self._options.patience_s
+        while True:
+            channel, kind, body = await self._ask_once(op, host, port, where, writers)
+            if kind != wire.LATER:
+                return channel, kind, body
+            writers.pop().close()
+            patience_s = self._options.patience_s
+            if loop.time() + pause_s > until:
+                raise _Lost(504, f"{where} was not asked for this room within {patience_s:g} s")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _ask_once(
+        self,
+        op: FindTransfer,
+        host: str,
+        port: int,
+        where: str,
+        writers: list[asyncio.StreamWriter],
+    ) -> tuple[wire.Channel, int, bytes]:
+        """Connect to one replica and ask for the room once."""
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(host, port, limit=_BUFFER_BYTES)
@@ -215,15 +239,7 @@ class DecodeSide:
         sizes = [form.tokens for form in self._options.forms]
         seek = wire.Seek(op.transfer_id, op.digest, sizes, op.prefill_replica)
         await channel.send(wire.SEEK, wire.pack(seek))
-        patience_s = self._options.patience_s
-        try:
-            async with asyncio.timeout(patience_s) as patience:
-                return channel, *await self._next_frame(channel, wire.MAX_FOUND, where)
-        except TimeoutError:
-            if not patience.expired():
-                raise
-            text = f"{where} was not asked for this room within {patience_s:g} s"
-            raise _Lost(504, text) from None
+        return channel, *await self._next_frame(channel, wire.MAX_FOUND, where)
 
     async def _take(
         self, op: FindTransfer, channel: wire.Channel, download: _Download, where: str

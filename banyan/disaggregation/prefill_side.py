@@ -34,6 +34,13 @@ _Frames = asyncio.Queue[tuple[int, bytes]]
 """Frames from the decode server."""
 
 _MOST_CONNECTIONS = 1024
+"""Connections of decode servers that have the secret."""
+_MOST_STRANGERS, _MOST_OF_PEER = 1024, 256
+"""Connections that have not shown the secret yet: of all, and of one address."""
+_HOLD_S = 1.0
+"""How long a connection waits for a room that is not open yet, before it must ask again."""
+_MOST_HELD = 128
+"""Connections that wait so; the others must ask again at once."""
 _REMEMBERED = 4096
 """Ended rooms that are remembered, so that late requests for them fail at once."""
 _START_S = 10.0
@@ -67,6 +74,36 @@ class _Room:
     lease: asyncio.TimerHandle | None = None
 
 
+class Strangers:
+    """Connections that have not shown the secret yet. A new one over a limit ends the oldest of the
+    address that has the most, so idle connections keep nobody out.
+
+    Args:
+        most, most_of_peer: connections of all addresses, and of one.
+    """
+
+    def __init__(self, most: int, most_of_peer: int) -> None:
+        self._most, self._most_of_peer = most, most_of_peer
+        self._of_peer: dict[str, dict[asyncio.StreamWriter, None]] = {}
+
+    def add(self, peer: str, writer: asyncio.StreamWriter) -> None:
+        mine = self._of_peer.setdefault(peer, {})
+        mine[writer] = None
+        crowd = mine if len(mine) > self._most_of_peer else None
+        if sum(map(len, self._of_peer.values())) > self._most:
+            crowd = max(self._of_peer.values(), key=len)
+        if crowd is not None:
+            oldest = next(iter(crowd))
+            del crowd[oldest]
+            oldest.transport.abort()
+
+    def remove(self, peer: str, writer: asyncio.StreamWriter) -> None:
+        mine = self._of_peer.get(peer, {})
+        mine.pop(writer, None)
+        if not mine:
+            self._of_peer.pop(peer, None)
+
+
 class PrefillSide:
     """Satisfies PageMover. All unlocked state belongs to the thread.
 
@@ -94,8 +131,10 @@ class PrefillSide:
         self._ended = EndedTransfers(wake)
         self._rooms: dict[bytes, _Room] = {}
         self._gone: dict[bytes, wire.Gone] = {}
-        self._awaited: dict[bytes, asyncio.Event] = {}
-        self._connections = 0
+        self._awaited: dict[bytes, tuple[asyncio.Event, int]] = {}
+        """Rooms that are not open yet: their event, and the number of connections that wait."""
+        self._strangers = Strangers(_MOST_STRANGERS, _MOST_OF_PEER)
+        self._connections = self._held = 0
         self._thread = LoopThread("kv transfer")
         try:
             self._thread.wait(self._listen(), _START_S)
@@ -193,22 +232,29 @@ class PrefillSide:
     def _notify(self, name: bytes) -> None:
         """Wake connections that wait for a room."""
         if name in self._awaited:
-            self._awaited.pop(name).set()
+            self._awaited.pop(name)[0].set()
 
     # -- one connection -----------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+        peer = str((writer.get_extra_info("peername") or ("",))[0])
+        self._strangers.add(peer, writer)
         try:
-            if self._connections > _MOST_CONNECTIONS:
+            try:
+                channel = await wire.greet(reader, writer, self._master, is_prefill=True)
+                _, body = await channel.receive(wire.MAX_SEEK, wire.GREETING_S)
+            finally:
+                self._strangers.remove(peer, writer)
+            if self._connections >= _MOST_CONNECTIONS:
                 raise wire.Broken(f"{_MOST_CONNECTIONS} connections are open")
-            channel = await wire.greet(reader, writer, self._master, is_prefill=True)
-            _, body = await channel.receive(wire.MAX_SEEK, wire.GREETING_S)
-            await self._answer(channel, wire.unpack(body, wire.Seek))
+            self._connections += 1
+            try:
+                await self._answer(channel, wire.unpack(body, wire.Seek))
+            finally:
+                self._connections -= 1
         except (OSError, EOFError, wire.Broken, wire.Corrupt) as error:
             log.info("a connection about a room ends: %s", str(error) or type(error).__name__)
         finally:
-            self._connections -= 1
             writer.transport.abort() if writer.is_closing() else writer.close()
 
     async def _answer(self, channel: wire.Channel, seek: wire.Seek) -> None:
@@ -224,6 +270,9 @@ class PrefillSide:
             await channel.send(wire.ELSEWHERE, wire.pack(wire.Redirect(ports)))
             return
         room = await self._find(channel, seek.room)
+        if room is None:
+            await channel.send(wire.LATER)
+            return
         if isinstance(room, wire.Gone):
             await channel.send(wire.GONE, wire.pack(room))
             return
@@ -241,16 +290,28 @@ class PrefillSide:
             if self._rooms.get(seek.room) is room:
                 self._drop(seek.room, _TAKEN)
 
-    async def _find(self, channel: wire.Channel, name: bytes) -> _Room | wire.Gone:
-        loop = self._thread.loop
-        until = loop.time() + self._options.patience_s
-        while (room := self._rooms.get(name)) is None:
-            if name in self._gone:
-                return self._gone[name]
-            if loop.time() > until:
-                return wire.Gone(504, f"it was not asked for within {self._options.patience_s:g} s")
-            await self._wait(channel, self._awaited.setdefault(name, asyncio.Event()))
-        return room
+    async def _find(self, channel: wire.Channel, name: bytes) -> _Room | wire.Gone | None:
+        """A room; None if it is not open, even after a short wait."""
+        if name not in self._rooms and name not in self._gone and self._held < _MOST_HELD:
+            await self._hold(channel, name)
+        return self._rooms.get(name) or self._gone.get(name)
+
+    async def _hold(self, channel: wire.Channel, name: bytes) -> None:
+        """Wait a moment for a room to open."""
+        event, waiting = self._awaited.get(name, (asyncio.Event(), 0))
+        self._awaited[name] = event, waiting + 1
+        self._held += 1
+        try:
+            async with asyncio.timeout(_HOLD_S):
+                await self._wait(channel, event)
+        except TimeoutError:
+            pass
+        finally:
+            self._held -= 1
+            if name in self._awaited:
+                event, waiting = self._awaited.pop(name)
+                if waiting > 1:
+                    self._awaited[name] = event, waiting - 1
 
     async def _hand_over(self, channel: wire.Channel, room: _Room) -> None:
         facts = wire.Found(room.tokens, self._options.facts)

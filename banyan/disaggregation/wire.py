@@ -24,9 +24,11 @@ from banyan.disaggregation.transfer_engine import Landing
 from banyan.messages.disaggregation import PrefillResult
 from banyan.messages.plan import TRANSFER_ID_BYTES
 
-GREETING = b"banyan rooms 3\n"
-SEEK, WANT, DONE, PING, FOUND, PAGE, ABSENT, HANDOFF, GONE, GRANT, SENT, ELSEWHERE = range(1, 13)
-"""Kinds of frames. The decode server sends SEEK, WANT, DONE and GRANT."""
+GREETING = b"banyan rooms 4\n"
+SEEK, WANT, DONE, PING, FOUND, PAGE, ABSENT, HANDOFF, GONE, GRANT, SENT = range(1, 12)
+ELSEWHERE, LATER = 12, 13
+"""Kinds of frames. The decode server sends SEEK, WANT, DONE and GRANT. LATER: the room is not open
+yet, ask again over another connection."""
 PING_S = 1.0
 """After the greeting each side sends a ping at least this often."""
 SILENCE_S = 5.0
@@ -238,7 +240,7 @@ def read_handoff(body: bytes, room: bytes, prompt_len: int, vocab_size: int) -> 
 
 
 MAX_SEEK = {SEEK: 1 << 10}
-MAX_FOUND = {FOUND: _MAX_STRUCT_BYTES, ELSEWHERE: _MAX_STRUCT_BYTES}
+MAX_FOUND = {FOUND: _MAX_STRUCT_BYTES, ELSEWHERE: _MAX_STRUCT_BYTES, LATER: 0}
 MAX_GONE = {GONE: _MAX_STRUCT_BYTES}
 MAX_WANT = {WANT: 1 << 24}
 MAX_GRANT = {GRANT: _MAX_STRUCT_BYTES}

@@ -6,7 +6,7 @@ rank has executed them.
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 
@@ -16,6 +16,7 @@ from banyan.base.ids import RequestId
 from banyan.engine.core import EngineCore
 from banyan.messages.control_ops import (
     MEMORY_TAGS,
+    USUAL_TAGS,
     AttachStore,
     ControlOp,
     DetachStore,
@@ -142,13 +143,15 @@ def release_memory(
 ) -> Reply | None:
     """Release memory to the system. No rows are planned until all of it is restored."""
     refusal = _with_dp_attention(core, control) or _while_requests_live(core, control, now)
-    return refusal or _start(core, control, now, ReleaseMemory(_tags(control), is_trial))
+    return refusal or _start(
+        core, control, now, ReleaseMemory(_tags(control, USUAL_TAGS), is_trial)
+    )
 
 
 def resume_memory(core: EngineCore, control: Control, now: float) -> Reply | None:
     """Restore released memory."""
     refusal = _with_dp_attention(core, control)
-    return refusal or _start(core, control, now, ResumeMemory(_tags(control)))
+    return refusal or _start(core, control, now, ResumeMemory(_tags(control, MEMORY_TAGS)))
 
 
 def read_weight(core: EngineCore, control: Control, now: float) -> Reply | None:
@@ -282,8 +285,8 @@ def _while_requests_run(core: EngineCore, control: Control, now: float) -> Reply
     return Reply(control.call, False, text)
 
 
-def _tags(control: Control) -> list[str]:
-    return str(control.args.get("tags") or ",".join(MEMORY_TAGS)).split(",")
+def _tags(control: Control, default: Sequence[str]) -> list[str]:
+    return str(control.args.get("tags") or ",".join(default)).split(",")
 
 
 VERBS: Mapping[str, Verb] = {

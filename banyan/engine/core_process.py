@@ -171,7 +171,7 @@ def run_engine(
         recorders.follow(core, clock.now())
         publisher = None
         if events_config is not None:
-            publisher = _open_publisher(events_config, config.parallel.replica, core)
+            publisher = _open_publisher(events_config, config.parallel.replica, core, secret)
             cleanup.callback(publisher.close)
         loop = EngineLoop(
             core,
@@ -313,7 +313,9 @@ def _open_executor(
     if not config.experts.recorder:
         preparers[RecordExperts] = refuse_to_record
     if build.places is not None:
-        preparers[PlaceExperts] = ExpertMover(build, lambda: runner.model).prepare
+        preparers[PlaceExperts] = ExpertMover(
+            build, lambda: runner.model, runner.platform.stream
+        ).prepare
         balance_between_steps(config, model_config, build, lambda: runner.model)
     if runner.drafting is not None:
         preparers[ForgetDrafts] = runner.drafting.prepare_flush
@@ -396,7 +398,9 @@ def _settle_multi_step(
     return with_settings(config, {_MULTI_STEP: 1}), settings | {_MULTI_STEP: 1}
 
 
-def _open_publisher(config: KVEvents, replica: int, core: EngineCore) -> KVEventPublisher:
+def _open_publisher(
+    config: KVEvents, replica: int, core: EngineCore, secret: str
+) -> KVEventPublisher:
     adapters = core.scheduler.adapters
     names = LoRANamespaces() if adapters is None else adapters.names
     return KVEventPublisher(
@@ -405,6 +409,7 @@ def _open_publisher(config: KVEvents, replica: int, core: EngineCore) -> KVEvent
         block_tokens=core.scheduler.cache.block_size,
         bare_bytes=WEIGHTS_BYTES,
         adapter_of=names.adapter_of,
+        secret=secret,
     )
 
 

@@ -19,7 +19,7 @@ from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.rules.cache import can_have_store
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
-from banyan.config.speculation import branching_flag, longest_branch
+from banyan.config.speculation import longest_branch
 from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.layers.build import Build, SideStream
@@ -128,7 +128,8 @@ def open_model(
     phases.done("device")
     dtype = _DTYPES[config.model.activation_dtype]
     offload = open_offload(config.device, platform)
-    toolkit = _open_toolkit(config, config.model, traits, threads, offload is not None)
+    keeps_plain = offload is not None or config.experts.balances  # experts move as bytes
+    toolkit = _open_toolkit(config, config.model, traits, threads, keeps_plain)
     ops = _bind(config, model_config, traits, device, toolkit)
     phases.done("kernels")
     exchanged = exchanged_tokens(config, traits)
@@ -168,18 +169,13 @@ def open_model(
         device=device,
         kv_units=read_kv_scales(config, model_config, groups.attention.rank),
         adapters=lora_targets,
-        watch=open_expert_watch(config, model_config, groups, traits, ops.recorder),
-        places=open_expert_map(config, model_config, groups, traits),
+        watch=open_expert_watch(config, model_config, groups, traits, ops.recorder, device),
+        places=open_expert_map(config, model_config, groups, device),
         sends_rows=sends_rows(config),
         exchanged=exchanged,
         is_fused=bool(fused_mode(config)),
         side_stream=_open_side_stream(config, model_config, platform),
     )
-    if config.device.memory_saver and not traits.is_host:
-        raise ConfigError(
-            f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
-            hint="leave it out",
-        )
     if model_config.format == "gguf" and not traits.is_host:
         kept = ", ".join(cast(BoundOps, ops).kept_types)
         rest = f"except {kept}" if kept else "all of them"
@@ -261,11 +257,11 @@ def _open_draft(
 
 
 def _open_toolkit(
-    config: Config, model: LoadConfig, traits: Traits, threads: int, is_offloaded: bool = False
+    config: Config, model: LoadConfig, traits: Traits, threads: int, keeps_plain: bool = False
 ) -> Toolkit:
     """Open what the kernels of one model share, as the flags ask for it."""
     options = {
-        "offload": "plain" if is_offloaded and traits.has_own_forms else "",
+        "offload": "plain" if keeps_plain and traits.has_own_forms else "",
         "quantization": model.quantization,
         "cpu-compiler": config.device.compiler,
         "cpu-isa": config.device.isa,
@@ -378,6 +374,7 @@ def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
         and (bool(config.handoff.role) or can_have_store(config, opened.model_config)),
         multi_step=config.schedule.multi_step,
         branching=longest_branch(config.speculative),
+        raw_logprobs=config.schedule.raw_logprobs,
         reads_all=config.model.is_watched or opened.build.watch is not None,
     )
 
@@ -427,11 +424,6 @@ def check_drafts(
             f"--speculative-algorithm {speculative.algorithm} on {traits.name}: drafts are "
             "made on the host, and wait there for every step of the device",
             hint="leave it out, or use --device cpu",
-        )
-    if branching := branching_flag(speculative):
-        raise ConfigError(
-            f"{branching} on {traits.name}: drafts that branch are verified on the host alone",
-            hint="leave it at 1, or use --device cpu",
         )
     if speculative.is_block:
         raise ConfigError(

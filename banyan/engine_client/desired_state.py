@@ -1,9 +1,9 @@
 """DesiredState: the state that control verbs gave an engine, so that a replacement gets the
 same."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from banyan.messages.control_ops import MEMORY_TAGS, WEIGHTS
+from banyan.messages.control_ops import MEMORY_TAGS, USUAL_TAGS, WEIGHTS
 
 ATTACH = "attach_store"
 """A verb whose failure does not keep a replacement engine from serving."""
@@ -36,9 +36,9 @@ class DesiredState:
                 self._weights = dict(args)
                 self._released -= {WEIGHTS}
             case "release_memory":
-                self._released |= _tags(args)
+                self._released |= _tags(args, USUAL_TAGS)
             case "resume_memory":
-                self._released -= _tags(args)
+                self._released -= _tags(args, MEMORY_TAGS)
             case "load_adapter":
                 name = str(args.get("name"))
                 self._adapters[name] = dict(args)
@@ -81,5 +81,5 @@ class DesiredState:
         return None
 
 
-def _tags(args: Mapping[str, Value]) -> frozenset[str]:
-    return frozenset(str(args.get("tags") or ",".join(MEMORY_TAGS)).split(","))
+def _tags(args: Mapping[str, Value], default: Sequence[str]) -> frozenset[str]:
+    return frozenset(str(args.get("tags") or ",".join(default)).split(","))

@@ -2,6 +2,7 @@
 
 from banyan.base.table import Table
 from banyan.families.base import Family
+from banyan.families.nested import NESTED
 
 GGUF = "gguf/"
 
@@ -55,14 +56,10 @@ FAMILIES: Table[Family] = Table(
         "Zamba2ForCausalLM": "banyan.families.zamba:ZAMBA2",
         "Step3p5ForCausalLM": "banyan.families.step:STEP3_FLASH",
         "Step3p7ForCausalLM": "banyan.families.step:STEP3_FLASH",
-        "Step3p7ForConditionalGeneration": "banyan.families.step:STEP3_FLASH",
         "Step3TextForCausalLM": "banyan.families.step:STEP3",
-        "Step3VLForConditionalGeneration": "banyan.families.step:STEP3",
         "Qwen3NextForCausalLM": "banyan.families.qwen_next:QWEN3_NEXT",
         "Qwen3_5ForCausalLM": "banyan.families.qwen_next:QWEN35",
-        "Qwen3_5ForConditionalGeneration": "banyan.families.qwen_next:QWEN35",
         "Qwen3_5MoeForCausalLM": "banyan.families.qwen_next:QWEN35",
-        "Qwen3_5MoeForConditionalGeneration": "banyan.families.qwen_next:QWEN35",
         "Lfm2MoeForCausalLM": "banyan.families.lfm:LFM2_MOE",
         "KimiLinearForCausalLM": "banyan.families.kimi:KIMI_LINEAR",
         "Lfm2ForCausalLM": "banyan.families.lfm:LFM2",
@@ -127,7 +124,7 @@ FAMILIES: Table[Family] = Table(
 
 def known_classes() -> list[str]:
     """Supported transformers class names."""
-    return [name for name in FAMILIES if not name.startswith(GGUF)]
+    return [*(name for name in FAMILIES if not name.startswith(GGUF)), *NESTED]
 
 
 def known_gguf() -> list[str]:

@@ -129,7 +129,6 @@ class HubForm:
         context: default of the context length.
         inner_keys: keys of the feed-forward blocks' inner width, the first present one is used; ()
             = there are no feed-forward blocks.
-        is_nested: the language model's fields are under "text_config" (multimodal models).
         num_layers: reads the number of layers if num_hidden_layers is absent.
         activation_key, activation: key of the activation, and the one supported value.
         head_dim: default; 0 = hidden size / heads.
@@ -158,7 +157,6 @@ class HubForm:
     respelled: Callable[[CheckpointFields], Mapping[str, object]] = as_it_is
     biases: Callable[[CheckpointFields], Biases] = llama_biases
     kinds: Callable[[CheckpointFields, int], Kinds] = window_everywhere
-    is_nested: bool = False
     num_layers: Callable[[CheckpointFields], int | None] = not_given
     more: More = no_more
 

@@ -213,18 +213,13 @@ QWEN3_NEXT = Family(
 
 QWEN35 = replace(
     QWEN3_NEXT,
-    hub=replace(_HUB, is_nested=True),
     gguf=GgufForm("Qwen3_5ForCausalLM", kinds=_gguf_kinds, more=_of_gguf35),
     names={
         "gguf": _GGUF_NAMES,
         "safetensors": NameMap(
-            _APART
-            | {
-                name.replace("model.", "model.language_model.", 1): place
-                for name, place in _APART.items()
-            },
+            _APART,
             norm_offset=1.0,
-            unread=(_MTP, "model.visual."),
+            unread=(_MTP,),
         ),
     },
 )

@@ -308,17 +308,9 @@ _NAMES = HUB_NAMES | {
     "model.layers.{}.share_expert.up_proj": "layers.{}.mlp.shared.gate_up:up",
     "model.layers.{}.share_expert.down_proj": "layers.{}.mlp.shared.down",
 }
-_VISION = (
-    "vision_model.",
-    "vit_downsampler",
-    "vit_large_projector.",
-    "model.vision_model.",
-    "model.multi_modal_projector.",
-)
-"""Name prefixes of the vision tower, which is not loaded."""
 _GATES = {"model.layers.{}.self_attn.g_proj": "layers.{}.attention.head_gates"}
 _OWN = HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS | _GATES
-"""Names of 3.7 as transformers 5 saves it, without the prefix."""
+"""Names of 3.7 as transformers 5 saves it."""
 
 STEP3_FLASH = Family(
     hub=HubForm(
@@ -327,7 +319,6 @@ STEP3_FLASH = Family(
         context=128000,
         biases=lambda fields: Biases(),
         kinds=_kinds,
-        is_nested=True,
         respelled=_respelled,
         more=_flash,
     ),
@@ -352,13 +343,9 @@ STEP3_FLASH = Family(
             | HUB_QK_NORM
             | _GATES
             | {"model.layers.{}.moe.router_bias": "layers.{}.mlp.router.correction"}
-            | {
-                name.replace("model.", "model.language_model.", 1): place
-                for name, place in _OWN.items()
-            },
+            | _OWN,
             norm_offset=1.0,
             has_more_layers=True,
-            unread=_VISION,
         ),
     },
     qk_norm="head",
@@ -371,7 +358,6 @@ STEP3 = Family(
         rope_theta=5e5,
         context=65536,
         biases=lambda fields: Biases(),
-        is_nested=True,
         respelled=_first_respelled,
         more=_first,
     ),
@@ -382,7 +368,6 @@ STEP3 = Family(
                 "model.layers.{}.self_attn.inter_norm": "layers.{}.attention.query_norm",
                 "model.layers.{}.self_attn.wq": "layers.{}.attention.query",
             },
-            unread=_VISION,
         )
     },
 )

@@ -39,6 +39,21 @@ def weight_files(folder: str) -> list[Path]:
     return found
 
 
+def tensor_names(folder: str) -> list[str]:
+    """Names of the tensors of a folder's safetensors files; [] if it has none.
+
+    Raises:
+        ModelError: a file is damaged or missing.
+    """
+    if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
+        return []
+    names: list[str] = []
+    for file in weight_files(folder):
+        with SafetensorsFile.open(str(file)) as opened:
+            names += opened.tensors
+    return names
+
+
 def size_of_weights(path: str) -> int:
     """Bytes of the weights of a file or folder, as they lie on the disk."""
     return sum(file.stat().st_size for file in files_of_weights(path))

@@ -10,6 +10,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
+from banyan.families.nested import NESTED
 from banyan.lora.adapter_config import (
     CLASSES,
     DORA,
@@ -74,9 +75,14 @@ def with_full_names(adapter_config: AdapterConfig, base: Base) -> AdapterConfig:
         return adapter_config
     ignored = names.ignored if base.model_config.is_encoder and not base.model_config.labels else ()
 
+    nested = NESTED.get(base.model_config.outer)
+
     def renamed(named: Mapping[str, _T]) -> dict[str, _T]:
         found: dict[str, _T] = {}
         for name, value in named.items():
+            if nested is not None:
+                name = nested.text_name(f"{name}.") or f"{name}."
+                name = name.removesuffix(".")
             longer = f"{BODY}{name}"
             is_short = not _is_known(name, names) and _is_known(longer, names)
             if f"{name}.weight" not in ignored:

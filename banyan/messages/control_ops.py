@@ -7,8 +7,11 @@ import msgspec
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
-MEMORY_TAGS = (WEIGHTS, KV_CACHE)
-"""Memory that can be released: the model's weights; the pages of the KV cache."""
+GRAPHS = "cuda_graph"
+MEMORY_TAGS = (WEIGHTS, KV_CACHE, GRAPHS)
+"""Memory that can be released: the model's weights, the pages of the KV cache, graphs."""
+USUAL_TAGS = (WEIGHTS, KV_CACHE)
+"""Released if a request names none; a device's graphs end with either and return with both."""
 
 
 class TakeWeights(msgspec.Struct, frozen=True, array_like=True, tag="take_weights"):

@@ -32,14 +32,14 @@ class CheckpointFields:
         asked: set[str] | None = None,
     ) -> None:
         self._values = values
-        self._where = where
+        self.where = where
         self._prefix = prefix
         self._asked = set[str]() if asked is None else asked
 
     def with_values(self, more: Mapping[str, object]) -> "CheckpointFields":
         """A copy with some values replaced."""
         named = {self._prefix + key: value for key, value in more.items()}
-        return CheckpointFields({**self._values, **named}, self._where, self._prefix, self._asked)
+        return CheckpointFields({**self._values, **named}, self.where, self._prefix, self._asked)
 
     def has(self, key: str) -> bool:
         return self._get(key, None) is not None
@@ -95,7 +95,7 @@ class CheckpointFields:
         value = self._values[self._prefix + key]
         if not is_object(value):
             raise self.error(key, value, "a mapping")
-        return CheckpointFields(value, f"{self._where}, {key}")
+        return CheckpointFields(value, f"{self.where}, {key}")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """One id or a list of ids; () when the key is absent."""
@@ -111,7 +111,7 @@ class CheckpointFields:
     def error(self, key: str, value: object, rule: str) -> ModelError:
         said = "it is missing" if value is None else f"got {printable(repr(value), 80)}"
         return ModelError(
-            f"{printable(self._where)}: {self._prefix}{key} must be {rule}; {said}",
+            f"{printable(self.where)}: {self._prefix}{key} must be {rule}; {said}",
             hint="the file is damaged or of another kind; download it again",
         )
 

@@ -11,10 +11,12 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.base.json_types import is_object
+from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
 from banyan.families import FAMILIES, known_classes
 from banyan.families.base import MAX_LENGTH, MAX_WIDTH, HubForm, window_everywhere
+from banyan.families.nested import NESTED, TEXT_MODELS, NestedForm
+from banyan.formats.shards import tensor_names
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.model_config import ModelConfig, QuantFacts, RopeFacts
 from banyan.model_config.pooling import (
@@ -32,6 +34,9 @@ MAX_VOCAB = 1 << 22
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _MAX_PAIRS = 4096
+_AXES = "mrope"
+"""Rotation by three axes, which are equal for text."""
+_TIED, _HEAD = "tie_word_embeddings", "lm_head.weight"
 _MODELSLIM = "quant_model_description.json"
 _MODELOPT = "hf_quant_config.json"
 _MAX_DESCRIPTION = 64 << 20
@@ -56,15 +61,16 @@ def read_hub_folder(
     fields = CheckpointFields({**raw, **overrides}, os.path.join(path, "config.json"), asked=asked)
     if is_foreign:
         return _foreign_model_config(fields, path)
-    architecture = _architecture(fields, path)
+    architecture, outer = _architecture(fields, path), ""
+    if architecture in NESTED:
+        outer, (architecture, values) = architecture, _text_model(raw, fields, path, architecture)
+        fields = CheckpointFields({**values, **overrides}, fields.where, asked=asked)
     family = FAMILIES.load(architecture).hub
-    text = raw.get("text_config")
-    if family.is_nested and is_object(text):
-        values = {**raw, **text, **overrides}
-        fields = CheckpointFields(values, os.path.join(path, "config.json"), asked=asked)
+    if outer:
+        family = replace(family, rope_kinds={**family.rope_kinds, _AXES: "default"})
     fields = fields.with_values(family.respelled(fields))
     model_config = family.more(fields, _model_config(fields, path, architecture, family))
-    model_config = replace(model_config, quant=_quant(fields, path))
+    model_config = replace(model_config, quant=_quant(fields, path), outer=outer)
     if is_classifier(architecture):
         model_config = replace(model_config, labels=labels_of(fields))
         if model_config.num_segments > 1:
@@ -122,12 +128,46 @@ def refuse_unread(overrides: Mapping[str, object], asked: set[str]) -> None:
 
 def _architecture(fields: CheckpointFields, path: str) -> str:
     listed = [name for name in fields.listed("architectures") if isinstance(name, str)]
-    known = [name for name in listed if name in known_classes()]
+    known = [name for name in listed if name in FAMILIES or name in NESTED]
     if known:
         return known[0]
     if fields.has("auto_map"):
         raise _own_code(path, str(listed[:1]))
     raise unknown_architecture(", ".join(listed) or "none named", path, known_classes())
+
+
+def _text_model(
+    raw: Mapping[str, object], fields: CheckpointFields, path: str, outer: str
+) -> tuple[str, dict[str, object]]:
+    """Class and fields of the text model of a multimodal checkpoint.
+
+    The text model's own fields win, except for tied embeddings, which concern the whole.
+    """
+    nested = NESTED[outer]
+    part = raw.get(nested.key)
+    text = part if is_object(part) else {}
+    kind = TEXT_MODELS.get(str(text.get("model_type")))
+    listed = text.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if is_list(listed) else []
+    named = [name for name in names if name in FAMILIES]
+    architecture = nested.text or next(iter(named), kind.architecture if kind else "")
+    if not architecture:
+        raise ModelError(
+            f"{printable(path)!r} ({outer}) has a text model of the unknown type "
+            f"{printable(str(text.get('model_type')), 80)}",
+            hint=f"known: {', '.join(TEXT_MODELS)}",
+        )
+    own = {key: value for key, value in text.items() if value is not None or raw.get(key) is None}
+    values = {**raw, **(kind.defaults if kind and text else {}), **own, **nested.values}
+    tied = raw.get(_TIED, text.get(_TIED))
+    values[_TIED] = _lacks_head(path, nested) if tied is None else tied
+    return architecture, values
+
+
+def _lacks_head(path: str, nested: NestedForm) -> bool | None:
+    """Whether the head is tied, for configurations that do not say so; None without weights."""
+    names = tensor_names(path)
+    return None if not names else all(nested.text_name(name) != _HEAD for name in names)
 
 
 def _own_code(path: str, name: str) -> ModelError:

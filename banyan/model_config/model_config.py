@@ -273,6 +273,8 @@ class ModelConfig:
         path: local file (GGUF) or folder (safetensors) that holds the weights.
         format: "gguf" | "safetensors".
         architecture: Hugging Face class name ("LlamaForCausalLM"); GGUF names are mapped to it.
+        outer: class of the multimodal checkpoint whose text model this is (`families/nested.py`);
+            "" = the checkpoint is the text model alone.
         layer_kinds: FULL, WINDOW, STATE, BOTH or NONE per layer; () = FULL for all.
         dtype: dtype of the stored weights as text ("float32", "bfloat16", "q4_1" …).
     """
@@ -349,6 +351,7 @@ class ModelConfig:
     quant: QuantFacts | None = None
     """None = not quantized, or a GGUF file, whose tensors name their types."""
     dtype: str = "float32"
+    outer: str = ""
     draft_fields: DraftModelFields | None = None
     num_mtp_layers: int = 0
     """MTP layers of the checkpoint, after the last layer of the model; not in `num_layers`."""

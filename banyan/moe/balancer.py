@@ -9,6 +9,7 @@ and move at the same time.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -141,8 +142,7 @@ class ExpertBalancer:
         """Mean load of ranks over the largest, averaged over layers."""
         places = self._places
         at = places.logical[list(self._layers.sparse)]
-        copies = np.stack([table.copies.numpy() for table in places.tables])
-        shares = counts / copies[list(self._layers.sparse)]
+        shares = counts / np.stack([places.copies(layer) for layer in self._layers.sparse])
         loads = np.take_along_axis(shares, at, 1).reshape(len(at), places.ranks, -1).sum(-1)
         return float(np.mean(loads.mean(-1) / np.maximum(loads.max(-1), 1e-9)))
 
@@ -187,12 +187,18 @@ class ExpertMover:
     Args:
         build: of the model, with the locations of experts.
         model: the model that runs; None while its weights are released.
+        stream: the stream of the steps.
     """
 
-    def __init__(self, build: Build, model: Callable[[], Model | None]) -> None:
+    def __init__(
+        self,
+        build: Build,
+        model: Callable[[], Model | None],
+        stream: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         assert build.places is not None
         self._places, self._group = build.places, build.groups.experts
-        self._model = model
+        self._model, self._stream = model, stream
 
     def prepare(self, order: ControlOp) -> Finish:
         """Raises:
@@ -215,7 +221,8 @@ class ExpertMover:
             for layer, row in zip(order.layers, order.places, strict=True):
                 packed = layers[layer].packed
                 assert packed is not None
-                moved += move_experts(packed, self._places, layer, row, self._group)
+                with self._stream():
+                    moved += move_experts(packed, self._places, layer, row, self._group)
             if not self._group.rank:
                 log.info("experts moved: layers=%d experts=%d", len(order.layers), moved)
             return RankReply(f"{moved} experts of {len(order.layers)} layers moved.")

@@ -19,7 +19,6 @@ from banyan.moe.eplb import balanced, trivial
 from banyan.moe.rules import TRIVIAL, are_placed
 from banyan.ops.experts_api import ExpertPlaces
 from banyan.parallel.groups import Groups
-from banyan.platform.base import Traits
 
 
 class ExpertMap:
@@ -29,10 +28,17 @@ class ExpertMap:
     rank, ranks: this one among those that share the places.
     dispatch: which copy of an expert a token uses: "static", "dynamic", or "fake", which
         replaces the chosen experts by others so that loads are equal.
+    device: of the tables that kernels read; the host if None.
     """
 
     def __init__(
-        self, logical: np.ndarray, experts: int, rank: int, ranks: int, dispatch: str
+        self,
+        logical: np.ndarray,
+        experts: int,
+        rank: int,
+        ranks: int,
+        dispatch: str,
+        device: torch.device | None = None,
     ) -> None:
         layers, places = logical.shape
         assert places % ranks == 0 and experts % ranks == 0
@@ -46,13 +52,18 @@ class ExpertMap:
         room = places - experts + 1
         self.tables = [
             ExpertPlaces(
-                torch.zeros(experts, room, dtype=torch.int32),
-                torch.zeros(experts, dtype=torch.int32),
+                torch.zeros(experts, room, dtype=torch.int32, device=device),
+                torch.zeros(experts, dtype=torch.int32, device=device),
             )
             for _ in range(layers)
         ]
         for layer in range(layers):
             self.enter(layer, logical[layer])
+
+    @property
+    def total(self) -> int:
+        """Places of a layer, on all ranks."""
+        return self.logical.shape[1]
 
     @property
     def first(self) -> int:
@@ -66,14 +77,18 @@ class ExpertMap:
     def enter(self, layer: int, logical: Sequence[int] | np.ndarray) -> None:
         """Set the experts of a layer; the next steps use them."""
         self.logical[layer] = logical
-        slots, copies = (t.numpy() for t in self._table(layer))
-        copies[:] = 0
+        table = self.tables[layer]
+        slots = np.zeros(table.slots.shape, np.int32)
+        copies = np.zeros(self.experts, np.int32)
         for place, expert in enumerate(self.logical[layer].tolist()):
             slots[expert, copies[expert]] = place
             copies[expert] += 1
+        table.slots.copy_(torch.from_numpy(slots))
+        table.copies.copy_(torch.from_numpy(copies))
 
-    def _table(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.tables[layer].slots, self.tables[layer].copies
+    def copies(self, layer: int) -> np.ndarray:
+        """Number of places of each expert of a layer."""
+        return np.bincount(self.logical[layer], minlength=self.experts)
 
 
 _FLAG = "--init-expert-location"
@@ -82,28 +97,23 @@ _MAX_BYTES = 64 << 20
 
 
 def open_expert_map(
-    config: Config, model_config: ModelConfig, groups: Groups, traits: Traits
+    config: Config, model_config: ModelConfig, groups: Groups, device: torch.device
 ) -> ExpertMap | None:
     """None if experts are in order, without copies.
 
     Raises:
-        ConfigError: the location does not fit this model, or the device cannot move experts.
+        ConfigError: the location does not fit this model.
     """
     if model_config.experts is None or not are_placed(config):
         return None
-    if not traits.is_host:
-        raise ConfigError(
-            f"experts lie in their order on {traits.name}; copies of them are served on CPUs",
-            hint="leave --ep-num-redundant-experts, --init-expert-location, "
-            "--ep-dispatch-algorithm and --enable-eplb out, or use --device cpu",
-        )
     count, experts = model_config.experts.count, config.experts
     places, ranks = count + experts.redundant, groups.experts.size
     logical = trivial(model_config.num_layers, count, places)
     if experts.location != TRIVIAL:
         found = read_location(experts.location)
         logical = location_map(found, model_config.num_layers, count, places, ranks)
-    return ExpertMap(logical, count, groups.experts.rank, ranks, experts.dispatch or "static")
+    dispatch = experts.dispatch or "static"
+    return ExpertMap(logical, count, groups.experts.rank, ranks, dispatch, device)
 
 
 def read_location(location: str) -> dict[str, np.ndarray]:

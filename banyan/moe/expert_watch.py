@@ -20,7 +20,8 @@ With DP attention the choices are of all replicas, the positions of this one."""
 
 
 class ExpertWatch:
-    """Of one rank, for devices whose memory is the host's.
+    """Of one rank. Steps of a device are not captured while it watches, because the host reads the
+    choices after each step.
 
     Args:
         recorder: of the ops; None if steps are never recorded.
@@ -29,6 +30,7 @@ class ExpertWatch:
         layers: number of layers with experts in each stage.
         per_token: experts per token.
         is_recorded: every step is needed, not only for requests that ask for experts.
+        device: of the choices.
     """
 
     def __init__(
@@ -39,10 +41,12 @@ class ExpertWatch:
         layers: Sequence[int] = (),
         per_token: int = 1,
         is_recorded: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self._recorder, self._dp_rows = recorder, dp_rows
         self._stages, self._layers, self._per_token = stages or Group(), layers, per_token
         self.is_recorded = is_recorded
+        self._device = device or torch.device("cpu")
         self._recorded: dict[int, Tensor] = {}
         """Layer -> ids [most tokens, per_token] of the recorded step."""
         self._called: dict[int, Tensor] = {}
@@ -66,8 +70,8 @@ class ExpertWatch:
         if not seen or not count:
             self.chosen = np.zeros((len(seen), 0, self._per_token), np.int32)
             return
-        chosen = [seen[layer][:count].numpy() for layer in sorted(seen)]
-        self.chosen = np.stack(chosen).astype(np.int32)
+        chosen = torch.stack([seen[layer][:count] for layer in sorted(seen)]).to(torch.int32)
+        self.chosen = chosen.cpu().numpy()  # sync: the host counts the choices of each step
         for observe in self.local_observers:
             observe(self.chosen, positions)
 
@@ -93,10 +97,11 @@ class ExpertWatch:
     def _of_stages(self, chosen: np.ndarray, tokens: int) -> list[np.ndarray]:
         found: list[np.ndarray] = []
         for stage, layers in enumerate(self._layers):
-            part = torch.empty((layers * tokens, self._per_token), dtype=torch.int32)
+            shape = (layers * tokens, self._per_token)
+            part = torch.empty(shape, dtype=torch.int32, device=self._device)
             if stage == self._stages.rank:
-                part.copy_(torch.from_numpy(chosen).view(part.shape))
+                part.copy_(torch.from_numpy(chosen).view(shape))
             if layers:
                 self._stages.broadcast(part, stage)
-            found.append(part.numpy().reshape(layers, tokens, self._per_token))
+            found.append(part.cpu().numpy().reshape(layers, tokens, self._per_token))
         return found

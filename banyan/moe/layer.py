@@ -205,7 +205,7 @@ class Experts(nn.Module):
                 self.activation,
                 biases,
                 self.clamp,
-                total=self.gate_up.count,
+                total=self.gate_up.count if self.places is None else self.places.total,
             )
         )
 
@@ -233,6 +233,15 @@ class Experts(nn.Module):
         for group in self.groups:
             pairs = group.reduce_rows(pairs)
         return self.ops.combine_experts(pairs, *own, places.home)
+
+    def placed(self, ids: Tensor) -> Tensor:
+        """The places of chosen experts; the same numbers if experts are in their order."""
+        if self.places is None:
+            return ids
+        table = self.places.tables[self.layer]
+        if self.places.is_fake:
+            ids = self.ops.place_experts(ids, table, "even")
+        return self.ops.place_experts(ids, table, self.places.dispatch)
 
     def of_sent(self, x: Tensor, ids: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
         """`forward` and `anywhere`, bit-identical, with rows sent to the ranks of their experts
@@ -342,7 +351,7 @@ class ExpertBlock(nn.Module):
             inputs = x if self.into is None else self.into(x)
             assert self.experts.packed is not None
             packed = cast(ExchangingExperts, self.experts.packed)
-            return self.exchange(packed, inputs, *own)
+            return self.exchange(packed, inputs, self.experts.placed(own[0]), own[1])
         ids = self.group.gather_rows(own[0])
         self.router.report(ids)
         return self.experts.of_sent(x if self.into is None else self.into(x), ids, own)

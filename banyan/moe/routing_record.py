@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.base.errors import ConfigError, RequestError
+from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.config.schema import Config, ExpertsConfig
 from banyan.formats.safetensors import write_arrays
@@ -43,23 +43,15 @@ def open_expert_watch(
     groups: Groups,
     traits: Traits,
     recorder: Recorder | None,
+    device: torch.device,
 ) -> ExpertWatch | None:
-    """The watch of the model that is loaded next; None if nothing needs it.
-
-    Raises:
-        ConfigError: the device cannot report choices.
-    """
+    """The watch of the model that is loaded next; None if nothing needs it."""
     experts, facts, stages = config.experts, model_config.experts, groups.stages
     if facts is None or not (experts.recorder or experts.balances or experts.are_returned):
         return None
-    if groups.world.rank and stages.size == 1 and not balances_by_itself(config):
+    is_first = not groups.world.rank or stages.size > 1 or balances_by_itself(config)
+    if traits.is_host and not is_first:  # on devices all ranks must run steps in the same way
         return None
-    if not traits.is_host:
-        raise ConfigError(
-            "--expert-distribution-recorder-mode, --enable-return-routed-experts and --enable-eplb "
-            f"on {traits.name}: choices of experts are read on CPUs only",
-            hint="leave them out, or use --device cpu",
-        )
     sparse = ExpertLayers.of(facts, model_config.num_layers).sparse
     parts = [layers_of(model_config.num_layers, stage, stages.size) for stage in range(stages.size)]
     return ExpertWatch(
@@ -69,6 +61,7 @@ def open_expert_watch(
         [sum(layer in part for layer in sparse) for part in parts],
         facts.per_token,
         is_recorded=bool(experts.recorder),
+        device=device,
     )
 
 

@@ -41,7 +41,7 @@ def _sample(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
 
 def sampled_by(draw: Draw, logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
     """What `Ops.sample` returns."""
-    edited = _edited(logits, rows)
+    edited = edited_logits(logits, rows)
     best, tokens = edited.max(-1)
     if not rows.asked("greedy").all():
         draw(edited, best, tokens, rows)
@@ -58,8 +58,8 @@ def field(rows: SampleRows, name: str, where: Tensor | None = None) -> Tensor:
     return part.view(_TORCH[kind.kind])[:, 0]
 
 
-def _edited(logits: Tensor, rows: SampleRows) -> Tensor:
-    """The logits after penalties, bans, masks and biases; `logits` itself where there are none."""
+def edited_logits(logits: Tensor, rows: SampleRows) -> Tensor:
+    """The logits after penalties, bans, masks and biases; `logits` itself if there are none."""
     penalised = np.flatnonzero(rows.asked("penalised"))
     if not len(penalised) and rows.masks is None and rows.addends is None:
         return logits

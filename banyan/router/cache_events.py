@@ -18,6 +18,7 @@ import zmq.asyncio
 from banyan.base.errors import BanyanError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger, printable
+from banyan.config.observability import replay_code
 from banyan.router.config import RouterConfig
 from banyan.router.upstream import WorkerLost, WorkerUnreachable
 from banyan.router.worker import Worker
@@ -52,6 +53,7 @@ class CacheEventSubscriber:
     def __init__(self, config: RouterConfig) -> None:
         self._key = config.server.api_key.partition(" ")[0]
         self._timeout_s = config.health.timeout_s
+        self._secret = config.policy.events_secret
         self._context = zmq.asyncio.Context()
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
 
@@ -85,7 +87,9 @@ class CacheEventSubscriber:
             log.info("following the cache events of url=%s", worker.url)
             async with asyncio.TaskGroup() as all_replicas:
                 for replica, contents in enumerate(worker.contents):
-                    one = _ReplicaSubscription(self._context, worker, endpoint, replica, contents)
+                    one = _ReplicaSubscription(
+                        self._context, worker, endpoint, replica, contents, self._secret
+                    )
                     all_replicas.create_task(one.run())
         except (BanyanError, ExceptionGroup, OSError, TimeoutError, ValueError) as error:
             worker.contents = None
@@ -124,7 +128,9 @@ class _ReplicaSubscription:
         endpoint: EventEndpoint,
         replica: int,
         contents: Contents,
+        secret: str = "",
     ) -> None:
+        self._secret = secret
         self._context, self._worker, self._contents = context, worker, contents
         self._topic = endpoint.topic.encode()
         self._endpoint = _reachable(endpoint.endpoint, worker.url, replica)
@@ -168,7 +174,9 @@ class _ReplicaSubscription:
         asking = self._socket(zmq.DEALER, self._replay)
         try:
             async with asyncio.timeout(_REPLAY_S):
-                await asking.send_multipart([b"", self._next.to_bytes(8, "big")])
+                number = self._next.to_bytes(8, "big")
+                code = [replay_code(self._secret, number)] if self._secret else []
+                await asking.send_multipart([b"", *code, number])
                 while True:
                     *_, number, batch = await asking.recv_multipart()
                     at = int.from_bytes(number, "big", signed=True)

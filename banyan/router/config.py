@@ -57,6 +57,8 @@ class PolicyConfig:
     """Seconds between recomputations of the bucket policy's bounds."""
     follows_events: bool = False
     """Use the cache events that workers publish."""
+    events_secret: str = field(default="", repr=False)
+    """BANYAN_DIST_SECRET, which lets the router ask for a replay of events."""
     tree_bytes: int = 1 << 24
     """Bytes of prompts that are remembered for each worker."""
 

@@ -197,9 +197,10 @@ def histories(batch: Batch, table: SlotTable) -> Tensor | None:
     found = torch.zeros(len(batch.last), int(batch.to_positions.max()) + 1, dtype=torch.int32)
     for output, at in enumerate(batch.sampling.tolist()):
         slot, length = batch.rows[at].slot, int(batch.to_positions[output])
-        found[output, :length] = known[slot, :length]
+        mine = known[slot].cpu()  # sync: few requests look back
+        found[output, :length] = mine[:length]
         branches = batch.branches.get(at)
         if branches is not None:
             path = branches.paths[int(batch.last[output] - batch.offsets[at])]
-            found[output, branches.base : length] = known[slot, np.add(path, branches.base)]
+            found[output, branches.base : length] = mine[np.add(path, branches.base)]
     return found

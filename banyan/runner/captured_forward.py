@@ -295,6 +295,8 @@ class CapturedForward:
         if self._dp is not None:
             counts, outputs = self._dp.tokens.counts, self._dp.outputs.counts
             return self._shape_for(counts) if counts == outputs else 0, 1
+        if batch.branches:
+            return 0, 1
         is_embedded = has_embedded(batch, self._table)
         if self._cp is not None:
             is_decode = len(batch.last) == batch.written == len(batch.rows) and not is_embedded

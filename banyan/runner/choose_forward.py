@@ -6,7 +6,7 @@ from banyan.context_parallel.split import share_capacity
 from banyan.layers.build import Build
 from banyan.layers.latent_attention import index_shape
 from banyan.models.base import Model
-from banyan.ops.api import NotRecordable, Ops
+from banyan.ops.api import NotRecordable
 from banyan.ops.bind import BoundOps
 from banyan.platform.base import BY_SHAPE, Platform
 from banyan.runner.attention import AttentionBackend
@@ -124,14 +124,16 @@ def _why_not_captured(model: Model, build: Build, config: RunnerConfig, platform
         return "with DP attention, replicas do not exchange how many rows have drafts"
     if config.aux_hidden_layers or config.carried:
         return "the drafter reads auxiliary hidden states"
+    if build.watch is not None:
+        return "the host reads the choices of experts after each step"
     if build.sends_rows and not build.exchanged:
         return "rows go to the ranks of their experts by counts that the host waits for"
-    return _waiting_op(model, build.ops, platform)
+    return _waiting_op(model, build, platform)
 
 
-def _waiting_op(model: Model, ops: Ops, platform: Platform) -> str:
+def _waiting_op(model: Model, build: Build, platform: Platform) -> str:
     """Which op of this model makes the host wait for the device; "" = none."""
-    model_config, traits = model.model_config, platform.traits
+    model_config, traits, ops = model.model_config, platform.traits, build.ops
     latent = model_config.latent
     attends = ["paged_attention"]
     if latent is not None:
@@ -146,5 +148,7 @@ def _waiting_op(model: Model, ops: Ops, platform: Platform) -> str:
     if any(not {"k", "latent"} & set(cache.tensors) for cache in model.caches):
         return "attention over this model's cache waits for the device"
     needed = [*attends, *(["experts"] if model_config.experts is not None else [])]
+    if build.places is not None:
+        needed.append("combine_experts")
     waiting = [op for op in needed if isinstance(ops, BoundOps) and ops.waits(op)]
     return f"{', '.join(waiting)} waits for the device" if waiting else ""

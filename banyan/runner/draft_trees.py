@@ -102,6 +102,7 @@ class Compaction:
                 move_tokens(pages, *places[group])
 
     def _locate(self, group: int, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
-        layout, where = self._store.groups[group], torch.tensor(positions)
-        pages = self._table.pages[group][torch.tensor(slots), layout.column(where)].long()
+        layout, tables = self._store.groups[group], self._table.pages[group]
+        slots_there, where = torch.tensor([slots, positions], device=tables.device)
+        pages = tables[slots_there, layout.column(where)].long()
         return layout.locate(pages, where)

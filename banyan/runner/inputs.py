@@ -117,7 +117,9 @@ class StepTensors:
         self._aux_hidden_layers = sizes.aux_hidden_layers
         self.paths = None
         if sizes.branching:
-            self.paths = zeros(max_tokens, 2 + sizes.branching, dtype=torch.int32)
+            where = torch.device("cpu") if self._lengths_on_host else device
+            shape = (max_tokens, 2 + sizes.branching)
+            self.paths = torch.zeros(shape, dtype=torch.int32, device=where)
         self.rollback_checkpoints = (
             zeros(max_rows, 2, dtype=torch.int32) if store.rollback_checkpoints else None
         )
@@ -184,7 +186,8 @@ class StepTensors:
                 self.page_tables, self.locations, self._groups, strict=True
             )
         )
-        paths = None if self.paths is None else self.paths[:tokens]
+        has_paths = self.paths is not None and (batch.branches or not self._lengths_on_host)
+        paths = self.paths[:tokens] if self.paths is not None and has_paths else None
         rollback_checkpoints = (
             None if self.rollback_checkpoints is None else self.rollback_checkpoints[:rows]
         )
@@ -358,7 +361,21 @@ class StepTensors:
             counts, output_size=tokens
         )
         first = (contexts - offsets[:-1])[row_of]
+        if batch.branches:
+            self._place_branches(batch, slots, width)
+            return
         self.place(slots[row_of], torch.arange(tokens, device=self._device) + first, slots, width)
+
+    def _place_branches(self, batch: Batch, slots: Tensor, longest: int) -> None:
+        """As `place`, for a batch with draft trees. The host has verified the drafts before, so it
+        knows positions and places."""
+        assert self.paths is not None and self._lengths_on_host
+        enter_paths(self.paths.numpy(), batch)
+        parts = (np.repeat(batch.slots, batch.counts), batch.places, batch.positions)
+        slot_of, places, positions = copy_to(np.stack(parts), self._device)
+        self.place(slot_of, places, slots, longest)
+        self.positions[: len(positions)] = positions
+        self.to_positions[: len(batch.last)] = copy_to(batch.to_positions, self._device)
 
     def _gather_share(self, batch: Batch, whole_step: WholeStep) -> None:
         """As `_gather`, for one context parallel share; its rows begin where the plan says."""

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId
 from banyan.base.os import anonymous_memory
 from banyan.layers.cache_spec import LayerCache
@@ -248,15 +247,25 @@ class KVStore:
         return [pages for _, pages in held]
 
     def release(self) -> None:
-        """Return the pages' memory to the system. Addresses stay valid, and the pages read as zero.
-
-        Raises:
-            ConfigError: they are not in host memory.
+        """Return the pages' memory to the system. In host memory addresses stay valid, and the
+        pages read as zero; on a device the pages cannot be used before `resume`.
         """
-        if not self._maps:
-            raise ConfigError("the pages of this device cannot be released while the server runs")
+        for pages in self._device_pages():
+            pages.untyped_storage().resize_(0)
         for memory in self._maps:
             memory.madvise(mmap.MADV_DONTNEED if self.file < 0 else mmap.MADV_REMOVE)
+
+    def resume(self) -> None:
+        """Allocate released pages again, all zero. On a device their addresses change."""
+        with self.stream():
+            for pages in self._device_pages():
+                pages.untyped_storage().resize_(pages.nbytes)
+                pages.zero_()
+
+    def _device_pages(self) -> list[Tensor]:
+        if self.is_host:
+            return []
+        return [pages for tensors in self._tensors.values() for pages in tensors.values()]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeroed pages; host memory is allocated only when written."""

@@ -1,9 +1,9 @@
 """Log-probabilities of known and sampled tokens.
 
-A prompt token's value is log_softmax of the raw logits. An output token's value is log_softmax of
-the raw logits divided by the request's temperature (1 if greedy): penalties, masks and biases
-change the choice, not the reported value. So a value depends only on the sequence and the
-temperature, is finite for every token, and is the same when computed again.
+A prompt token's value is log_softmax of the raw logits. An output token's value is that of the
+distribution it is drawn from, before top_k, top_p and min_p: log_softmax of the logits after the
+grammar mask, biases and penalties, divided by the temperature (1 if greedy). With
+`RunnerConfig.raw_logprobs` it is log_softmax of the raw logits too.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,8 @@ from banyan.ops.host_memory import copy_to
 from banyan.runner.batch import Batch
 from banyan.runner.slots import SlotTable
 
+EXCLUDED = -9999.0
+"""The value of a token that a mask or a bias excludes, as in OpenAI's API."""
 CHUNK_ELEMENTS = 1 << 24
 """Most logits that exist at once while scoring a prompt: 64 MiB of fp32."""
 
@@ -83,6 +85,7 @@ class StepScores:
         table: SlotTable,
         device: torch.device,
         ops: Ops,
+        is_raw: bool = False,
     ) -> None:
         self._builder = builder
         self._batch = batch
@@ -90,7 +93,7 @@ class StepScores:
         self._device = device
         self._joins = {int(i): table.join_of(batch.rows[i].slot) for i in np.unique(builder.row)}
         params = table.params[batch.slots[builder.row]]
-        is_output = builder.position >= params["prompt_len"]
+        is_output = (builder.position >= params["prompt_len"]) & (not is_raw)
         self._temperature = np.where(is_output, params["temperature"], 1.0)
         count, most = len(builder), builder.picked.shape[1]
         self._logprobs = torch.zeros(count, device=device)
@@ -108,10 +111,10 @@ class StepScores:
         arrays = (rows, self._temperature[entries], self._builder.picked[entries], entries)
         row, temperature, picked, where = (copy_to(x, self._device) for x in arrays)
         scored = self._ops.logprobs(logits, row, temperature, tokens, top, picked)
-        self._logprobs[where] = scored[0]
+        self._logprobs[where] = scored[0].clamp(min=EXCLUDED)
         self._top_ids[where, :top] = scored[1]
-        self._top_logprobs[where, :top] = scored[2]
-        self._picked[where] = scored[3]
+        self._top_logprobs[where, :top] = scored[2].clamp(min=EXCLUDED)
+        self._picked[where] = scored[3].clamp(min=EXCLUDED)
 
     @property
     def tensors(self) -> list[Tensor]:

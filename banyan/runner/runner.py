@@ -183,10 +183,16 @@ class ModelRunner:
             self._dp_step = DPAttentionStep(build.groups.dp_batch, chunk)
         self.take_model(model)
 
-    def take_model(self, model: Model) -> None:
-        """Run `model`, which has the same model config, from the next step on."""
+    def take_model(self, model: Model, opens: bool = True) -> None:
+        """Run `model`, which has the same model config, from the next step on.
+
+        Args:
+            opens: False = the pages are released; `take_model` must be called again.
+        """
         self.platform.synchronize()
         self.model: Model | None = model
+        if not opens:
+            return
         model_config = self._model_config
         default = "encoder" if model_config.is_encoder else "paged"
         attention = BACKENDS.load(self._config.attention or default)(self._build.ops, self.store)
@@ -205,11 +211,13 @@ class ModelRunner:
         if model_config.pooling is not None:
             self._pooler = Pooler(model_config.pooling, model, self._table.adapters)
 
-    def drop_model(self) -> None:
-        """Free the model; no rows can run until `take_model`."""
+    def drop_model(self, keeps_weights: bool = False) -> None:
+        """Free the model, or only the graphs that run it; no rows can run until `take_model`."""
         self.platform.synchronize()
-        del self._forward, self._pooler
-        self.model = None
+        for part in ("_forward", "_pooler"):  # they may have gone with other memory before
+            self.__dict__.pop(part, None)
+        if not keeps_weights:
+            self.model = None
 
     @property
     def abilities(self) -> Abilities:
@@ -438,7 +446,9 @@ class ModelRunner:
         scored, scores = None, None
         if batch.wanted & SCORE:
             scored = ScoredPositions.of(batch, self._table)
-            scores = StepScores(scored, batch, self._table, self._device, self._build.ops)
+            scores = StepScores(
+                scored, batch, self._table, self._device, self._build.ops, self._config.raw_logprobs
+            )
         self._score_known(batch, scored, scores)
         samples = bool(batch.wanted & SAMPLE)
         if not samples and (self._dp_step is None or not self._dp_step.has_outputs):
@@ -460,6 +470,8 @@ class ModelRunner:
                 rows = verified.places[rows]
             chosen = copy_to(rows, self._device)
             assert logits is not None, "a step that scores does not sample by itself"
+            if not self._config.raw_logprobs:
+                logits = sampled.edited_logits(logits)
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return here, scores, verified
 
@@ -516,7 +528,7 @@ class ModelRunner:
         tokens = sampled.tokens
         if self._ranks.size > 1:
             tokens = self._ranks.broadcast(tokens)
-        return Sampled(tokens, sampled.best, sampled.failed | failed)
+        return replace(sampled, tokens=tokens, failed=sampled.failed | failed)
 
 
 def _masks_of(

@@ -27,6 +27,7 @@ class RunnerConfig:
         carried: width of the extra input of each token (hidden states); 0 = none.
         aux_hidden_layers: layers whose inputs are kept as auxiliary hidden states.
         branching: longest path of a draft tree, from the newest token on; 0 = drafts are chains.
+        raw_logprobs: output log-probabilities are those of the raw logits.
         reads_all: hidden states or expert choices are read for every token, on at least one rank.
     """
 
@@ -46,6 +47,7 @@ class RunnerConfig:
     aux_hidden_layers: tuple[int, ...] = ()
     branching: int = 0
     reads_all: bool = False
+    raw_logprobs: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from banyan.messages.sampling_params import LOGIT_PROCESSORS
 from banyan.ops.api import Ops
 from banyan.ops.host_memory import copy_to
 from banyan.ops.sampling import MAX_VOCAB, Addends, Masks, SampleRows
+from banyan.ops.tensor_sampling import edited_logits
 from banyan.platform.base import Platform
 from banyan.runner.slots import SlotTable
 
@@ -39,6 +40,8 @@ class Sampled:
         tokens: [rows] int64, on the device; meaningless for failed rows.
         best: [rows] fp32, the largest logit of each row; None on ranks that do not sample.
         failed: index among the sampled rows -> error text.
+        edited: logits and parameters that the tokens were chosen from; None on ranks that do not
+            sample.
         here: `tokens` and `best` as numpy arrays, if they are in host memory that stays valid until
             the result is read.
     """
@@ -46,7 +49,15 @@ class Sampled:
     tokens: Tensor
     best: Tensor | None = None
     failed: dict[int, str] = field(default_factory=dict)
+    edited: tuple[Tensor, SampleRows] | None = None
     here: tuple[np.ndarray, np.ndarray] | None = None
+
+    def edited_logits(self, logits: Tensor) -> Tensor:
+        """Logits after custom processors, penalties, bans, masks and biases.
+
+        logits: the raw logits, which are the result if nothing edits them.
+        """
+        return logits if self.edited is None else edited_logits(*self.edited)
 
     def fetched(self, platform: Platform) -> "Sampled":
         """A copy on the host; waits for the device."""
@@ -151,7 +162,7 @@ class Sampler:
         tokens, best = self._ops.sample(logits, rows)
         if past is not None:
             table.enter(*where, tokens)
-        return Sampled(tokens, best, failed)
+        return Sampled(tokens, best, failed, (logits, rows))
 
     def _masks(self, count: int, masks: Mapping[int, bytes]) -> tuple[Masks | None, dict[int, str]]:
         """Valid grammar masks, and why rows failed. An empty mask allows everything."""

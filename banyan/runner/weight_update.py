@@ -18,6 +18,7 @@ from banyan.config.schema import LoadConfig
 from banyan.layers.build import Build
 from banyan.lora.load import enable_lora
 from banyan.messages.control_ops import (
+    GRAPHS,
     KV_CACHE,
     MEMORY_TAGS,
     WEIGHTS,
@@ -170,15 +171,6 @@ def load_dflash_drafter(
         )
 
 
-def _settle_memory() -> None:
-    """Return the memory of a dropped model to the system, and exclude the new model's objects from
-    garbage collection."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    give_back()
-
-
 class LoadedWeights:
     """Control ops for weights and memory, each in two phases (runner/control_ops.py).
 
@@ -222,13 +214,13 @@ class LoadedWeights:
         def take() -> RankReply:
             if op.is_trial:
                 loaded.clear()
-                _settle_memory()
+                self._settle_memory()
                 return RankReply("The weights can be taken.")
-            self._runner.take_model(loaded.pop())
+            self._released = [tag for tag in self._released if tag != WEIGHTS]
+            self._runner.take_model(loaded.pop(), self._can_run)
             self._config, self._model_config = config, model_config
             self._loaded_files = files
-            self._released = [tag for tag in self._released if tag != WEIGHTS]
-            _settle_memory()
+            self._settle_memory()
             mover = self._runner.mover
             if mover is None or not mover.is_attached:
                 return RankReply("The weights have been taken.")
@@ -255,12 +247,14 @@ class LoadedWeights:
         def release() -> RankReply:
             if op.is_trial:
                 return RankReply("It can be released.")
+            # On a device, graphs have the addresses of weights and pages: they end with both.
+            if WEIGHTS in tags or not self._is_host:
+                keeps_weights = WEIGHTS not in (*tags, *self._released)
+                self._runner.drop_model(keeps_weights)
             if KV_CACHE in tags:
                 self._runner.store.release()
-            if WEIGHTS in tags:
-                self._runner.drop_model()
             self._released += tags
-            _settle_memory()
+            self._settle_memory()
             return RankReply(f"Released: {', '.join(tags)}.")
 
         return release
@@ -281,10 +275,13 @@ class LoadedWeights:
             )
 
         def resume() -> RankReply:
-            if loaded:
-                self._runner.take_model(loaded.pop())
-                _settle_memory()
             self._released = [tag for tag in self._released if tag not in tags]
+            if KV_CACHE in tags:
+                self._runner.store.resume()
+            model = loaded.pop() if loaded else self._runner.model
+            if model is not None and (WEIGHTS in tags or tags and not self._is_host):
+                self._runner.take_model(model, self._can_run)
+                self._settle_memory()
             return RankReply(f"Resumed: {', '.join(tags)}." if tags else "Nothing was released.")
 
         return resume
@@ -306,6 +303,25 @@ class LoadedWeights:
         tensors = tensors_of(self._model_config, not config.disable_mmap, transforms)
         body = msgspec.json.encode(rows_of(tensors, op.name, op.rows, _MOST_NUMBERS))
         return lambda: RankReply("", body)
+
+    @property
+    def _is_host(self) -> bool:
+        return self._runner.platform.traits.is_host
+
+    @property
+    def _can_run(self) -> bool:
+        """Whether graphs may be captured once the weights are there."""
+        return self._is_host or not {KV_CACHE, GRAPHS} & set(self._released)
+
+    def _settle_memory(self) -> None:
+        """Return the memory of a dropped model or of pages to the system, and exclude the new
+        model's objects from garbage collection."""
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        give_back()
+        if not self._is_host:
+            self._runner.platform.memory()  # returns unused memory to the device
 
     def _require_same_files(self) -> None:
         """

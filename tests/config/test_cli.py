@@ -9,6 +9,7 @@ from banyan.config.env import Environment, read_environment
 from banyan.config.flags.flag import SWITCH, Flag
 from banyan.config.flags.table import Known, known_flags
 from banyan.config.schema import Config
+from tests.support.cases import check_each
 
 NOTHING = Environment()
 
@@ -219,17 +220,21 @@ def test_a_second_value_is_not_the_model(argv: list[str], culprit: str) -> None:
 SWITCHES = [flag for flag in known_flags() if flag.kind == SWITCH]
 
 
-@pytest.mark.parametrize("flag", SWITCHES, ids=lambda flag: flag.name)
-def test_a_switch_takes_true_and_false_as_a_word_behind_it(flag: Known) -> None:
-    for word in ("false", "False", "no", "0"):
-        for argv in ([f"--{flag.name}", word], [f"--{flag.name}={word}"]):
-            config = parse([*argv, "here"], NOTHING)
-            assert config.model.source == "here"
-            assert dataclasses.replace(config, observe=Config().observe) == parse(["here"], NOTHING)
-    if isinstance(flag, Flag):
-        on = parse([f"--{flag.name}", "here"], NOTHING)
-        assert parse([f"--{flag.name}", "true", "here"], NOTHING) == on
-        assert value_of(on, flag) == flag.sets and on.model.source == "here"
+def test_a_switch_takes_true_and_false_as_a_word_behind_it() -> None:
+    def check(flag: Known) -> None:
+        for word in ("false", "False", "no", "0"):
+            for argv in ([f"--{flag.name}", word], [f"--{flag.name}={word}"]):
+                config = parse([*argv, "here"], NOTHING)
+                assert config.model.source == "here"
+                assert dataclasses.replace(config, observe=Config().observe) == parse(
+                    ["here"], NOTHING
+                )
+        if isinstance(flag, Flag):
+            on = parse([f"--{flag.name}", "here"], NOTHING)
+            assert parse([f"--{flag.name}", "true", "here"], NOTHING) == on
+            assert value_of(on, flag) == flag.sets and on.model.source == "here"
+
+    check_each(SWITCHES, check, lambda flag: flag.name)
 
 
 def test_a_model_behind_a_switch_stays_the_model() -> None:

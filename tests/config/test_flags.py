@@ -11,6 +11,7 @@ from banyan.config.env import Environment
 from banyan.config.flags.flag import FLOAT, FLOATS, INT, INTS, JSON, SWITCH, WORDS, Absent, Flag
 from banyan.config.flags.table import GROUPS, REPLACED, find, known_flags
 from banyan.config.schema import Config
+from tests.support.cases import check_each
 
 PACKAGE = Path(banyan.__file__).parent
 ALL = [flag for _, flags in GROUPS for flag in flags]
@@ -30,38 +31,42 @@ def another_value(flag: Flag) -> object:
     return {FLOAT: 0.5, JSON: {"a": "b"}, **lists}.get(flag.kind, "text")
 
 
-@pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
-def test_a_flag_owns_a_field_and_its_default_is_legal(flag: Flag) -> None:
-    default = default_of(flag)
-    assert flag.help and not flag.help.endswith(".")
-    if flag.kind == SWITCH and isinstance(flag.sets, bool):
-        assert default is not flag.sets
-    elif flag.kind in (INT, FLOAT):
-        unset = not default
-        assert unset or flag.check(default, flag.name) == default
-    elif flag.choices:
-        assert default in flag.choices or (not default and "default:" in flag.help)
+def test_a_flag_owns_a_field_and_its_default_is_legal() -> None:
+    def check(flag: Flag) -> None:
+        default = default_of(flag)
+        assert flag.help and not flag.help.endswith(".")
+        if flag.kind == SWITCH and isinstance(flag.sets, bool):
+            assert default is not flag.sets
+        elif flag.kind in (INT, FLOAT):
+            unset = not default
+            assert unset or flag.check(default, flag.name) == default
+        elif flag.choices:
+            assert default in flag.choices or (not default and "default:" in flag.help)
+
+    check_each(ALL, check, lambda flag: flag.name)
 
 
-@pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
-def test_both_values_of_a_flag_reach_its_field(flag: Flag) -> None:
-    part, _, name = flag.field.partition(".")
+def test_both_values_of_a_flag_reach_its_field() -> None:
+    def check(flag: Flag) -> None:
+        part, _, name = flag.field.partition(".")
 
-    def value_of(config: Config) -> object:
-        return getattr(getattr(config, part), name)
+        def value_of(config: Config) -> object:
+            return getattr(getattr(config, part), name)
 
-    if flag.kind == SWITCH:
-        given, expected = [f"--{flag.name}"], flag.sets
-    else:
-        expected = another_value(flag)
-        texts = [str(expected)]
-        if flag.kind == JSON:
-            texts = ['{"a": "b"}']
-        elif isinstance(expected, tuple):
-            texts = [str(word) for word in expected]
-        given = [f"--{flag.name}", *texts]
-    assert value_of(parse(given, Environment())) == expected
-    assert value_of(parse([], Environment())) == default_of(flag) != expected
+        if flag.kind == SWITCH:
+            given, expected = [f"--{flag.name}"], flag.sets
+        else:
+            expected = another_value(flag)
+            texts = [str(expected)]
+            if flag.kind == JSON:
+                texts = ['{"a": "b"}']
+            elif isinstance(expected, tuple):
+                texts = [str(word) for word in expected]
+            given = [f"--{flag.name}", *texts]
+        assert value_of(parse(given, Environment())) == expected
+        assert value_of(parse([], Environment())) == default_of(flag) != expected
+
+    check_each(ALL, check, lambda flag: flag.name)
 
 
 def test_no_field_is_owned_by_two_flags() -> None:
@@ -82,11 +87,15 @@ def test_no_flag_is_both_working_and_absent() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("flag", ABSENT, ids=lambda flag: flag.name)
-def test_an_absent_flag_says_why_and_what_to_use(flag: Absent) -> None:
-    assert flag.why and flag.use
-    assert not flag.why.endswith(".") and not flag.use.endswith(".")
-    assert all(flag.asks_for_nothing(flag.from_words([word], flag.name)) for word in flag.neutral)
+def test_an_absent_flag_says_why_and_what_to_use() -> None:
+    def check(flag: Absent) -> None:
+        assert flag.why and flag.use
+        assert not flag.why.endswith(".") and not flag.use.endswith(".")
+        assert all(
+            flag.asks_for_nothing(flag.from_words([word], flag.name)) for word in flag.neutral
+        )
+
+    check_each(ABSENT, check, lambda flag: flag.name)
 
 
 def test_a_replaced_switch_has_a_successor_that_takes_its_value() -> None:

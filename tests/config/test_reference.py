@@ -4,12 +4,11 @@ import ast
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from banyan.config.flags.flag import Flag
 from banyan.config.flags.table import CONFIG_FILE_PROOF, GROUPS, known_flags
 from banyan.config.reference import count_line, reference
 from banyan.config.variables import IDLE, REFUSED
+from tests.support.cases import check_each
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = [flag for _, flags in GROUPS for flag in flags]
@@ -38,12 +37,17 @@ def test_the_page_is_what_the_tables_say() -> None:
 
 def test_the_readme_tells_how_many_flags_work() -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert count_line() in readme, f"the README should say: {count_line()}"
+    count = count_line().partition(",")[0]
+    assert count in readme, f"the README should say: {count}"
 
 
-@pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
-def test_a_flag_that_works_names_a_test_that_is_collected(flag: Flag) -> None:
-    assert is_collected(flag.proof), f"{flag.proof or 'nothing'} is no test that pytest collects"
+def test_a_flag_that_works_names_a_test_that_is_collected() -> None:
+    def check(flag: Flag) -> None:
+        assert is_collected(flag.proof), (
+            f"{flag.proof or 'nothing'} is no test that pytest collects"
+        )
+
+    check_each(ALL, check, lambda flag: flag.name)
 
 
 def test_the_proof_of_the_flag_file_is_collected() -> None:

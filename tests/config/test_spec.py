@@ -23,6 +23,7 @@ from banyan.config.flags.flag import (
     Replaced,
 )
 from banyan.config.flags.table import CONFIG_FILE, Known, find, known_flags, spellings
+from tests.support.cases import check_each
 
 SPEC = Path(__file__).resolve().parents[3] / "shared" / "spec"
 DOCUMENTED, LATER = "server_args.tsv", "server_args_later.tsv"
@@ -43,6 +44,9 @@ def names_of(row: Row) -> list[str]:
 
 
 ROWS = [row for table in (DOCUMENTED, LATER) for row in rows_of(table) if row["flag"] != "--config"]
+needs_lists = pytest.mark.skipif(
+    not ROWS, reason="the lists of known flags are not on this machine"
+)
 NAMES = sorted({name for row in ROWS for name in names_of(row)})
 
 
@@ -108,7 +112,7 @@ def is_picky(name: str) -> bool:
     return flag.kind in (SWITCH, INT, FLOAT, JSON) or bool(flag.choices)
 
 
-@pytest.mark.skipif(not ROWS, reason="the lists of known flags are not on this machine")
+@needs_lists
 def test_the_lists_of_known_flags_are_whole_and_ours_holds_no_other() -> None:
     documented = {row["flag"].removeprefix("--") for row in rows_of(DOCUMENTED)}
     assert len(documented) == 319
@@ -120,17 +124,20 @@ def test_the_lists_of_known_flags_are_whole_and_ours_holds_no_other() -> None:
     assert known <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_known_flag_works_or_is_noted_or_is_refused(name: str, tmp_path: Path) -> None:
-    flag = find(name, abbreviate=False)
-    value = sample(flag)
-    assert outcome([f"--{name}", *as_words(value)], flag) == expected(flag)
-    underscores = f"--{name.replace('-', '_')}"
-    assert outcome([underscores, *as_words(value)], flag) == expected(flag)
-    file = tmp_path / "flags.yaml"
-    for key in (name, name.replace("-", "_")):
-        file.write_text(json.dumps({key: value}))
-        assert outcome(["--config", str(file)], flag) == expected(flag)
+@needs_lists
+def test_a_known_flag_works_or_is_noted_or_is_refused(tmp_path: Path) -> None:
+    def check(name: str) -> None:
+        flag = find(name, abbreviate=False)
+        value = sample(flag)
+        assert outcome([f"--{name}", *as_words(value)], flag) == expected(flag)
+        underscores = f"--{name.replace('-', '_')}"
+        assert outcome([underscores, *as_words(value)], flag) == expected(flag)
+        file = tmp_path / "flags.yaml"
+        for key in (name, name.replace("-", "_")):
+            file.write_text(json.dumps({key: value}))
+            assert outcome(["--config", str(file)], flag) == expected(flag)
+
+    check_each(NAMES, check, str)
 
 
 def documented_values() -> list[tuple[str, str]]:
@@ -146,19 +153,26 @@ def documented_values() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "value"), documented_values())
-def test_a_documented_value_works_or_is_refused_with_a_reason(name: str, value: str) -> None:
-    try:
-        parse([f"--{name}", value], Environment())
-    except ConfigError as error:
-        what = f"--{name} {value} is not available in this build"
-        assert re.search(rf"^{re.escape(what)}: .* \(.+\)$", str(error))
+@needs_lists
+def test_a_documented_value_works_or_is_refused_with_a_reason() -> None:
+    def check(case: tuple) -> None:
+        name, value = case
+        try:
+            parse([f"--{name}", value], Environment())
+        except ConfigError as error:
+            what = f"--{name} {value} is not available in this build"
+            assert re.search(rf"^{re.escape(what)}: .* \(.+\)$", str(error))
+
+    check_each(documented_values(), check)
 
 
-@pytest.mark.parametrize("name", list(filter(is_picky, NAMES)))
-def test_a_known_flag_of_the_wrong_type_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{name} must be"):
-        parse([f"--{name}=nonsense"], Environment())
+@needs_lists
+def test_a_known_flag_of_the_wrong_type_is_refused_by_name() -> None:
+    def check(name: str) -> None:
+        with pytest.raises(ConfigError, match=f"--{name} must be"):
+            parse([f"--{name}=nonsense"], Environment())
+
+    check_each(list(filter(is_picky, NAMES)), check, str)
 
 
 def test_the_variable_of_an_absent_flag_is_met_like_the_flag() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.disaggregation import wire
+from banyan.disaggregation import prefill_side, wire
 from banyan.disaggregation.decode_side import DecodeSide
 from banyan.disaggregation.page_cutting import Block, PageForm
 from banyan.disaggregation.prefill_side import PrefillSide
@@ -430,3 +430,59 @@ def test_a_server_that_takes_says_that_it_lives_while_it_waits_for_room(sides, m
     take(taker, [0])
     assert taker.hear(PrefillResult).transfer_id == ROOM
     assert giver.hear(TransferClosed).transfer_id == ROOM
+
+
+def idle_connections(giver: Side, count: int) -> list[socket.socket]:
+    return [socket.create_connection(("127.0.0.1", giver.port)) for _ in range(count)]
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has ended the connection; skips its greeting."""
+    connection.settimeout(WAIT_S)
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(1 << 10):
+            pass
+    return True
+
+
+@pytest.mark.parametrize("limit", ["_MOST_STRANGERS", "_MOST_OF_PEER"])
+def test_idle_connections_without_the_secret_keep_no_pair_out(sides, monkeypatch, limit) -> None:
+    monkeypatch.setattr(prefill_side, limit, 8)
+    giver, taker = sides()
+    idle = idle_connections(giver, 20)
+    try:
+        assert all(map(is_closed, idle[:12]))
+        give(giver, [1, 2])
+        seek(taker, 2)
+        assert taker.hear(TransferFound).tokens == 2 * TOKENS
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+def test_rooms_that_never_come_are_forgotten(sides) -> None:
+    giver, taker = sides(taker={"patience_s": 0.2})
+    for number in range(20):
+        seek(taker, 1, room=bytes([number]) * len(ROOM))
+    for _ in range(20):
+        assert taker.hear(TransferFailed).status == 504
+    mover = giver.mover
+    deadline = time.monotonic() + WAIT_S
+    while mover._awaited or mover._connections:
+        assert time.monotonic() < deadline, (mover._awaited, mover._connections)
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_room_that_opens_late_is_found_without_a_connection_that_waits(
+    sides, monkeypatch, held: int
+) -> None:
+    """Three rooms wait, and at most one of them by a connection."""
+    monkeypatch.setattr(prefill_side, "_MOST_HELD", held)
+    giver, taker = sides()
+    rooms = [bytes([number]) * len(ROOM) for number in range(3)]
+    for room in rooms:
+        seek(taker, 1, room=room)
+    for room in rooms:
+        give(giver, [1], room=room)
+    found = {taker.hear(TransferFound).transfer_id for _ in rooms}
+    assert found == set(rooms)

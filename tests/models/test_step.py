@@ -275,6 +275,7 @@ def test_its_makers_words_give_the_same_card(tmp_path):
         "architecture": model_config.architecture,
         "model_type": model_config.model_type,
         "num_mtp_layers": 0,
+        "outer": model_config.outer,
     }
     assert replace(found, **same) == model_config
 

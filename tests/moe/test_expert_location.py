@@ -4,16 +4,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from banyan.base.errors import ConfigError
 from banyan.config.schema import ExpertsConfig
 from banyan.formats.safetensors import write_arrays
 from banyan.moe.expert_location import ExpertMap, open_expert_map, read_location
 from banyan.parallel.groups import Group, Groups
-from banyan.platform.cpu import CpuPlatform
 from tests.moe.test_rules import EXPERTS, config_with
 
-TRAITS = CpuPlatform().traits
 MAP = [[0, 1, 2, 3, 3, 0], [1, 0, 3, 2, 1, 2]]
 
 
@@ -24,7 +23,7 @@ class Nobody:
 def placed(*flags: str, rank: int = 1) -> ExpertMap | None:
     config = config_with("--tp", "2", "--ep", "2", *flags)
     mine = Group(rank, 2, Nobody())  # type: ignore[arg-type]
-    return open_expert_map(config, EXPERTS, Groups.with_experts_apart(mine), TRAITS)
+    return open_expert_map(config, EXPERTS, Groups.with_experts_apart(mine), torch.device("cpu"))
 
 
 def location(value: object) -> tuple[str, ...]:

@@ -1,8 +1,6 @@
 """The compiled library, in every instruction set: those of this machine, and the wider ones in an
 emulation."""
 
-from pathlib import Path
-
 import pytest
 
 from banyan.ops.cpu.build import (
@@ -14,20 +12,25 @@ from banyan.ops.cpu.build import (
     usable_isa,
 )
 from banyan.ops.cpu.library import Library
-from tests.ops.emulation import cached_emulation
+from tests.ops.emulation import cached_emulation, cached_native
 
 
 @pytest.fixture(scope="session")
 def path():
-    return built_for("")
-
-
-def built_for(isa: str) -> Path:
-    """The library for an instruction set, "" = the machine's best."""
+    """The library of this machine, as it is served."""
     try:
-        return cached_library(isa=usable_isa(isa))
+        return cached_library()
     except BuildError as error:
         pytest.skip(f"the compiled kernels cannot be built here: {error}")
+
+
+@pytest.fixture(scope="session")
+def lower_path(path, pytestconfig):
+    """A library that runs lower instruction sets than the machine's best, too."""
+    compiler = next(compilers(), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler is here")
+    return cached_native(compiler.words, pytestconfig.cache.mkdir("native"))
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +61,11 @@ def open_library(request):
     """The library of a fixture's parameter, closed afterwards."""
     machine, threads = request.param
     isa, _, is_emulated = machine.partition(", ")
-    path = request.getfixturevalue("emulated_path") if is_emulated else built_for(isa)
+    if is_emulated:
+        name = "emulated_path"
+    else:
+        name = "path" if usable_isa(isa) == machine_isa() else "lower_path"
+    path = request.getfixturevalue(name)
     library = Library(path, threads, isa)
     yield library
     library.close()

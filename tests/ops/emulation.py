@@ -1,5 +1,8 @@
-"""Builds the compiled library with AVX-512, VNNI and AMX in halves of AVX2 (csrc/emulated.h), so
-that the code for wider machines runs where the tests run. Slow code, quickly compiled."""
+"""Builds the compiled library for tests: all instruction sets in one, quickly compiled.
+
+Natively it has the sets that the machine has, without AMX. Emulated, AVX-512, VNNI and AMX run in
+halves of AVX2 (csrc/emulated.h), so that the code for wider machines runs where the tests run.
+"""
 
 import fcntl
 import hashlib
@@ -26,21 +29,22 @@ _QUICK_TO_COMPILE = ("linear_vnni", "linear_amx")
 
 
 _LEFT_OUT = ("probe", "attention_pairs")
-"""What probes the speed of a machine has no place in an emulation of it, and bf16 has none here."""
-_EVERYTHING = (
-    f"-DBN_BUILT_FOR={len(ISAS) - 1}",
-    *(
-        f"-DBN_{source.name.upper()}"
-        for source in all_sources()
-        if source.isa and not source.name.startswith(_LEFT_OUT)
-    ),
-)
+"""The speed of a machine is not probed in an emulation of it, which has no bf16."""
 
 
 def cached_emulation(compiler: tuple[str, ...], folder: Path) -> Path:
-    """The library, built unless `folder` holds that of these sources."""
+    """The emulating library, built unless `folder` holds that of these sources."""
     assert machine_isa() != "base", "the emulation needs AVX2"
-    digest = hashlib.sha256(repr(compiler).encode())
+    return _cached(compiler, folder, is_emulated=True)
+
+
+def cached_native(compiler: tuple[str, ...], folder: Path) -> Path:
+    """The library for this machine, built unless `folder` holds that of these sources."""
+    return _cached(compiler, folder, is_emulated=False)
+
+
+def _cached(compiler: tuple[str, ...], folder: Path, is_emulated: bool) -> Path:
+    digest = hashlib.sha256(repr((compiler, is_emulated)).encode())
     for source in (*sorted(SOURCES.iterdir()), *sorted(HERE.iterdir()), Path(__file__)):
         digest.update(source.read_bytes())
     library = folder / f"{digest.hexdigest()[:16]}.so"
@@ -48,41 +52,37 @@ def cached_emulation(compiler: tuple[str, ...], folder: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two test processes one builds it
         if not library.is_file():
             with tempfile.TemporaryDirectory(dir=folder) as work:
-                os.replace(_build(compiler, Path(work)), library)
+                os.replace(_build(compiler, Path(work), is_emulated), library)
     return library
 
 
-def _build(compiler: tuple[str, ...], folder: Path) -> Path:
-    jobs = [_job(compiler, source, folder) for source in all_sources()]
+def _build(compiler: tuple[str, ...], folder: Path, is_emulated: bool) -> Path:
+    def is_in(source: Source) -> bool:
+        if is_emulated:
+            return source.isa not in _WIDE or not source.name.startswith(_LEFT_OUT)
+        return source.isa != "amx"
+
+    sources = [source for source in all_sources() if is_in(source)]
+    best = max(ISAS.index(source.isa) for source in sources if source.isa)
+    held = [f"-DBN_{source.name.upper()}" for source in sources if source.isa]
+    always = (*compiler, *OPTIONS, f"-DBN_BUILT_FOR={best}", *held, f"-I{SOURCES}")
+
+    def compile_one(source: Source) -> None:
+        words, options = source.words, OPTIONS_BY_ISA.get(source.isa, ())
+        if is_emulated and source.isa in _WIDE:
+            header = ("-include", str(HERE / "emulated.h"))
+            options = (*OPTIONS_BY_ISA["avx2"], "-w", "-Wno-psabi", *header)
+        if is_emulated and source.name == "isa":
+            words = (str(HERE / "isa_emulated.cpp"),)
+        how = "-O0" if source.name in _QUICK_TO_COMPILE else "-O1"
+        _run((*always, how, *options, "-c", *words, "-o", str(folder / f"{source.name}.o")))
+
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        list(threads.map(_run, [job for job in jobs if job]))
+        list(threads.map(compile_one, sources))
     objects = [str(path) for path in folder.glob("*.o")]
-    library = folder / "emulated.so"
+    library = folder / "library.so"
     _run((*compiler, "-shared", "-pthread", *objects, "-o", str(library)))
     return library
-
-
-def _job(compiler: tuple[str, ...], source: Source, folder: Path) -> tuple[str, ...]:
-    """The command that compiles a source, () where there is nothing to compile."""
-    name, isa = source.name, source.isa
-    if name.startswith(_LEFT_OUT) and isa in _WIDE:
-        return ()
-    options = ("-O0" if name in _QUICK_TO_COMPILE else "-O1", *_EVERYTHING)
-    if isa in _WIDE:
-        options += (
-            *OPTIONS_BY_ISA["avx2"],
-            "-w",
-            "-Wno-psabi",
-            "-include",
-            str(HERE / "emulated.h"),
-        )
-    else:
-        options += OPTIONS_BY_ISA.get(isa, ())
-    words = (str(HERE / "isa_emulated.cpp"),) if name == "isa" else source.words
-    return (
-        *(*compiler, *OPTIONS, *options, f"-I{SOURCES}"),
-        *("-c", *words, "-o", str(folder / f"{name}.o")),
-    )
 
 
 def _run(words: tuple[str, ...]) -> None:

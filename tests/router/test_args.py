@@ -9,6 +9,7 @@ from banyan.config.flags.flag import COMMAS, FLOAT, FLOATS, INT, SWITCH, WORDS, 
 from banyan.router.args import help_text, read_flags
 from banyan.router.config import RouterConfig, WorkerSpec
 from banyan.router.flags import GROUPS, IDLE, REFUSED
+from tests.support.cases import check_each
 
 FLAGS = [flag for _, flags in GROUPS for flag in flags]
 SPECIAL = ("worker-urls", "prefill", "decode", "prefill-bootstrap-ports", "dp-size")
@@ -36,18 +37,20 @@ def word_for(flag: Flag) -> str:
     return "/x" if flag.name == "health-check-endpoint" else "x"
 
 
-@pytest.mark.parametrize("flag", [f for f in FLAGS if f.name not in SPECIAL], ids=lambda f: f.name)
-def test_each_flag_changes_its_field_in_every_spelling(flag: Flag) -> None:
-    also = ("--pd-disaggregation",) if flag.name in PAIRED else ()
-    words = () if flag.kind == SWITCH else (word_for(flag),)
-    default = value_of(read(*also), flag)
-    found = {value_of(read(f"--{name}", *words, *also), flag) for name in flag.names}
-    assert len(found) == 1 and default not in found
-    underscored = f"--router-{flag.name}".replace("-", "_").replace("__", "--", 1)
-    assert {value_of(read(underscored, *words, *also), flag)} == found
-    if flag.kind in (FLOAT, INT):
-        with pytest.raises(ConfigError, match=flag.name):
-            read(f"--{flag.name}", "many", *also)
+def test_each_flag_changes_its_field_in_every_spelling() -> None:
+    def check(flag: Flag) -> None:
+        also = ("--pd-disaggregation",) if flag.name in PAIRED else ()
+        words = () if flag.kind == SWITCH else (word_for(flag),)
+        default = value_of(read(*also), flag)
+        found = {value_of(read(f"--{name}", *words, *also), flag) for name in flag.names}
+        assert len(found) == 1 and default not in found
+        underscored = f"--router-{flag.name}".replace("-", "_").replace("__", "--", 1)
+        assert {value_of(read(underscored, *words, *also), flag)} == found
+        if flag.kind in (FLOAT, INT):
+            with pytest.raises(ConfigError, match=flag.name):
+                read(f"--{flag.name}", "many", *also)
+
+    check_each([f for f in FLAGS if f.name not in SPECIAL], check, lambda f: f.name)
 
 
 def test_a_flag_comes_from_the_environment_and_the_command_line_wins() -> None:
@@ -118,10 +121,12 @@ def test_what_cannot_work_is_refused_with_the_reason(line: str, culprit: str) ->
     assert culprit in str(caught.value)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_flag_that_others_have_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{name} is not available in this build: "):
-        read(f"--{name}", "x")
+def test_a_flag_that_others_have_is_refused_by_name() -> None:
+    def check(name: str) -> None:
+        with pytest.raises(ConfigError, match=f"--{name} is not available in this build: "):
+            read(f"--{name}", "x")
+
+    check_each(REFUSED, check, str)
 
 
 @pytest.mark.parametrize("name", IDLE)

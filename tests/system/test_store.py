@@ -361,3 +361,14 @@ def test_many_requests_for_one_stored_prefix_read_it_once(
     assert [told(f) for f in found] == [right] * 6
     assert len(reads) == KEPT // 16
     assert all(f["meta_info"]["cached_tokens"] >= KEPT for f in found)
+
+
+def test_a_replica_of_dp_attention_finds_what_another_has_stored(
+    start: OpenEngine, folder: Path, right: dict
+) -> None:
+    engine = start(tp_size=2, dp_size=2, enable_dp_attention=True, engine_mode="normal")
+    here = ask(engine, data_parallel_rank=0)
+    wait_until(lambda: len(pages(folder)) >= KEPT // 16, WAIT_S, "the pages to be kept")
+    there = ask(engine, data_parallel_rank=1)
+    assert (stored_tokens(here), stored_tokens(there)) == (0, KEPT)
+    assert told(here)["ids"] == told(there)["ids"] == right["ids"]

@@ -18,6 +18,7 @@ KERNELS = {
     ],
     "choose_positions": [f"{_LATENT}:choose_positions"],
     "experts": [f"{_HERE}.experts:experts"],
+    "combine_experts": [f"{_HERE}.experts:combine_experts"],
     "linear": [f"{_HERE}.products:linear_kernel"],
     **{op: [f"{_HERE}.rows:{op}"] for op in _ROWS},
 }

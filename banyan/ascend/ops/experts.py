@@ -132,16 +132,7 @@ class GroupedExperts:
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         operators, chosen = self._operators, ids.to(torch.int32)
         first, last, total = self._range
-        rows, places, counts = operators.init_routing(x.contiguous(), chosen, *self._range)
-        inner = self._gate_up(rows, counts)
-        outer_bias = None
-        if self._biases is not None:
-            of_row = self._rows_of(chosen)
-            inner = inner + self._biases[0][of_row]
-            outer_bias = self._biases[1][of_row]
-        outer = self._down(self._gated(inner), counts)
-        if outer_bias is not None:
-            outer = outer + outer_bias
+        outer, places, counts = self._outputs(x, chosen)
         weights = weights.to(x.dtype)
         if last - first < total:
             # After the rows of this rank's experts anything may follow, NaN too: a weight of 0
@@ -151,6 +142,32 @@ class GroupedExperts:
             places = places.clamp(min=0)
             weights = torch.where((chosen >= first) & (chosen < last), weights, 0)
         return operators.token_unpermute(outer, places, weights)
+
+    def apart(self, x: Tensor, ids: Tensor) -> Tensor:
+        outer, places, _ = self._outputs(x, ids.to(torch.int32))
+        at = places.view(-1).long()
+        pairs = torch.where((at >= 0).unsqueeze(1), outer[at.clamp(min=0)], 0)
+        return pairs.view(len(x), -1)
+
+    def parts(self, at: int) -> list[Tensor]:
+        biases = [] if self._biases is None else [part[at] for part in self._biases]
+        return [*self._gate_up.parts(at), *self._down.parts(at), *biases]
+
+    def put(self, at: int, parts: list[Tensor]) -> None:
+        for mine, new in zip(self.parts(at), parts, strict=True):
+            mine.copy_(new)
+
+    def _outputs(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Results by expert, the row of each pair, and how many rows each expert has; see
+        `Operators.init_routing`."""
+        given = (x.contiguous(), chosen, *self._range)
+        rows, places, counts = self._operators.init_routing(*given)
+        inner = self._gate_up(rows, counts)
+        if self._biases is None:
+            return self._down(self._gated(inner), counts), places, counts
+        of_row = self._rows_of(chosen)
+        inner = inner + self._biases[0][of_row]
+        return self._down(self._gated(inner), counts) + self._biases[1][of_row], places, counts
 
     def exchanged(
         self, x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, tokens: int
@@ -200,4 +217,11 @@ def _experts(toolkit: NpuToolkit) -> Callable[..., object]:
     return pack
 
 
+def _combine_experts(x: Tensor, ids: Tensor, weights: Tensor, home: int) -> Tensor:
+    """As `ops.api.Ops.combine_experts`, in fp32 and in the order of the choices; nothing waits."""
+    pairs = x.unflatten(1, (ids.shape[1], -1)).float()
+    return (pairs * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
 experts = Kernel(supports=declines, make=_experts)
+combine_experts = Kernel(supports=declines, run=_combine_experts)

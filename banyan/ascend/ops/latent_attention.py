@@ -25,7 +25,7 @@ from banyan.ascend.ops.contracts import (
 )
 from banyan.ascend.ops.latent_contracts import count_from
 from banyan.ascend.ops.operators import Operators
-from banyan.ascend.ops.paged_attention import attend_plainly, lengths_of
+from banyan.ascend.ops.paged_attention import attend_apart, attend_plainly, lengths_of
 from banyan.ascend.ops.toolkit import NpuToolkit, declines
 from banyan.ops import reference
 from banyan.ops.bind import Kernel, OpSpec
@@ -135,9 +135,13 @@ def _latent_attention(toolkit: NpuToolkit, is_fractal: bool = False) -> Callable
         scale: float,
         chosen: Tensor | None = None,
         first: int = 0,
+        paths: Tensor | None = None,
     ) -> Tensor:
         if not len(q):
             return torch.empty_like(q)
+        if paths is not None and chosen is not None:
+            rows = (page_tables, row_starts, context_lengths, scale, chosen, first, paths)
+            return reference.latent_attention(q, q_turned, latent_pages, key_pages, *rows)
         heads = q.shape[1]
         widths = (q.shape[2], q_turned.shape[2])
         is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM) and heads <= LATENT_HEADS[-1]
@@ -152,8 +156,26 @@ def _latent_attention(toolkit: NpuToolkit, is_fractal: bool = False) -> Callable
         if first and chosen is None:
             whole = torch.cat([q, q_turned], -1)
             values, turned = latent_pages.unsqueeze(2), key_pages.unsqueeze(2)  # one head
-            rows = (tables, starts, lengths, scale)
-            return attend_plainly(whole, (values, turned), values, *rows, -first)
+            rows = (tables, starts, lengths, scale, -first, 0.0, None, paths)
+            return attend_plainly(whole, (values, turned), values, *rows)
+        if paths is not None:
+
+            def tree(row: int, tokens: slice) -> Tensor:
+                one = (tables[row : row + 1], [0, tokens.stop - tokens.start], [lengths[row]])
+                pages, where = (latent_pages, key_pages), one[0]
+                if is_fractal:
+                    pages, where = _as_plain(pages, where)
+                values, turned = (part.unsqueeze(2) for part in pages)  # one head
+                whole = torch.cat([q[tokens], q_turned[tokens]], -1)
+                how = (*one[1:], scale, 0, 0.0, None, paths[tokens])
+                return attend_plainly(whole, (values, turned), values, where, *how)
+
+            def chain(row: int, tokens: slice) -> Tensor:
+                where = (page_tables[row : row + 1], row_starts[row : row + 2] - tokens.start)
+                pages = (latent_pages, key_pages, *where, context_lengths[row : row + 1])
+                return run(q[tokens], q_turned[tokens], *pages, scale)
+
+            return attend_apart(paths, starts, lengths, tree, chain)
         assert not is_fractal or (is_served and chosen is None), "fractal pages have other readers"
         if chosen is not None or not is_served:
             rows = (page_tables, row_starts.to(q.device), context_lengths.to(q.device))
@@ -231,13 +253,18 @@ def _choose_positions(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         context_lengths: Tensor,
         top: int,
         first: int = 0,
+        paths: Tensor | None = None,
     ) -> Tensor:
         if not len(q):
             return torch.empty((0, 1, top), dtype=torch.int32, device=q.device)
         if key_pages is not turned_pages:  # `joins_index` has said no
             rows = (page_tables, row_starts.to(q.device), context_lengths.to(q.device))
             given = (q, q_turned, weights, key_pages, turned_pages)
-            return reference.choose_positions(*given, *rows, top, first)
+            return reference.choose_positions(*given, *rows, top, first, paths)
+        if paths is not None:  # both parts of a key are next to each other
+            parts = key_pages.split([q.shape[-1], q_turned.shape[-1]], -1)
+            rows = (page_tables, row_starts, context_lengths, top, first, paths)
+            return reference.choose_positions(q, q_turned, weights, *parts, *rows)
         query = torch.cat([q, q_turned], -1)
         rows = operators.ends_of(q.device, row_starts, context_lengths)
         given = (weights.contiguous(), page_tables.contiguous(), *rows)

@@ -29,15 +29,20 @@ def attend_plainly(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    paths: Tensor | None = None,
 ) -> Tensor:
     """As `paged_attention` of ops/api.py. k_pages: parts of the keys, [pages, page size,
-    kv_heads, width] each; v_pages: the same of one width; lengths: keys of each row."""
+    kv_heads, width] each; v_pages: the same of one width; lengths: keys of each row; paths: on the
+    host."""
     out = q.new_empty(*q.shape[:2], v_pages.shape[-1])
     size = v_pages.shape[1]
     for row, length in enumerate(lengths):
         tokens = slice(starts[row], starts[row + 1])
         context = length - (tokens.stop - tokens.start)
-        first = max(0, context - window + 1) if window > 0 else -window
+        mine = None if paths is None or tokens.start == tokens.stop else paths[tokens].tolist()
+        is_tree = mine is not None and bool(mine[0][1])
+        lowest = mine[0][0] if mine is not None and is_tree else context
+        first = max(0, lowest - window + 1) if window > 0 else -window
         before = first // size * size
         pages = page_tables[row, first // size : -(-length // size)].long()
         v, *keys = (
@@ -45,10 +50,44 @@ def attend_plainly(
             for part in (v_pages, *k_pages)
         )
         k = torch.cat(keys, -1)
-        positions = torch.arange(context, length, device=q.device)
-        seen = visible(positions, first, length - first, window)
+        if mine is not None and is_tree:
+            seen = seen_along(mine, first, length, window).to(q.device)
+        else:
+            positions = torch.arange(context, length, device=q.device)
+            seen = visible(positions, first, length - first, window)
         out[tokens] = dense_attention(q[tokens], k, v, seen, scale, soft_cap, sinks)
     return out
+
+
+def seen_along(paths: list[list[int]], first: int, length: int, window: int) -> Tensor:
+    """Which of the places first … length − 1 each token of a draft tree sees, on the host.
+
+    paths: as in `Ops.paged_attention`, of the row's tokens; returns: [tokens, length - first] bool.
+    """
+    seen = torch.zeros(len(paths), length - first, dtype=torch.bool)
+    for token, (base, count, *places) in enumerate(paths):
+        lowest = max(first, base + count - window) if window > 0 else first
+        seen[token, lowest - first : base - first] = True
+        path = places[max(0, lowest - base) : count]
+        seen[token, torch.tensor(path) - first] = True
+    return seen
+
+
+def attend_apart(
+    paths: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    tree: Callable[[int, slice], Tensor],
+    chain: Callable[[int, slice], Tensor],
+) -> Tensor:
+    """Attention of a step with draft trees, row by row. tree, chain: of one row, given its number
+    and its tokens; the operators attend over chains only."""
+    found: list[Tensor] = []
+    for row in range(len(lengths)):
+        tokens = slice(starts[row], starts[row + 1])
+        if tokens.start < tokens.stop:
+            found.append((tree if paths[tokens.start, 1] else chain)(row, tokens))
+    return torch.cat(found)
 
 
 def _write_kv(toolkit: NpuToolkit) -> Callable[..., None]:
@@ -72,6 +111,7 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         window: int,
         soft_cap: float,
         sinks: Tensor | None = None,
+        paths: Tensor | None = None,
     ) -> Tensor:
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
         if not len(q):
@@ -79,7 +119,7 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         starts = row_starts.tolist()
         lengths = lengths_of(starts, context_lengths.tolist())
         if soft_cap or window < 0:  # not supported by the operators
-            how = (scale, window, soft_cap, sinks)
+            how = (scale, window, soft_cap, sinks, paths)
             return attend_plainly(q, (k_pages,), v_pages, page_tables, starts, lengths, *how)
         rows = _Rows(
             toolkit.operators,
@@ -90,6 +130,18 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
             None if sinks is None else sinks.to(torch.bfloat16),
         )
         tables, query = page_tables.contiguous(), q.contiguous()
+        if paths is not None:
+
+            def tree(row: int, tokens: slice) -> Tensor:
+                one = (tables[row : row + 1], [0, tokens.stop - tokens.start], [lengths[row]])
+                how = (scale, window, soft_cap, sinks, paths[tokens])
+                return attend_plainly(query[tokens], (k_pages,), v_pages, *one, *how)
+
+            def chain(row: int, tokens: slice) -> Tensor:
+                one = (tables[row : row + 1], [0, tokens.stop - tokens.start], [lengths[row]])
+                return rows.one_by_one(query[tokens], *one)
+
+            return attend_apart(paths, starts, lengths, tree, chain)
         if len(q) == len(lengths):
             return rows.single(query, tables, lengths)
         if q.shape[2] in TOGETHER_DIMS:

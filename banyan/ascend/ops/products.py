@@ -54,6 +54,10 @@ class GroupedProduct:
         dense = [weight.dense.to(device, dtype).t() for weight in weights]
         self._columns = torch.stack(dense)  # [experts, in, out]
 
+    def parts(self, at: int) -> list[Tensor]:
+        """The contiguous tensors of an expert."""
+        return [self._columns[at]]
+
     def __call__(self, rows: Tensor, counts: Tensor, units: Tensor | None = None) -> Tensor:
         """rows: [rows, in], by expert; counts: [experts], rows of each; returns [rows, out]."""
         assert units is None
@@ -79,6 +83,9 @@ class RoundedProduct(GroupedProduct):
         # The operator wants factors of bfloat16 where it makes such numbers.
         kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self._scale = torch.stack([each.scale for each in found]).to(device, kind)
+
+    def parts(self, at: int) -> list[Tensor]:
+        return [self._columns[at], self._scale[at]]
 
     def __call__(self, rows: Tensor, counts: Tensor, units: Tensor | None = None) -> Tensor:
         """units: [rows] of rows that are int8 already; others are rounded here."""
@@ -170,6 +177,9 @@ class FourBitProduct(GroupedProduct):
         self._columns = torch.stack([each.columns for each in found]).to(device)
         self._scale = torch.stack([each.scale for each in found]).to(device)
         self._lift = torch.stack([each.lift for each in found]).to(device)
+
+    def parts(self, at: int) -> list[Tensor]:
+        return [self._columns[at], self._scale[at], self._lift[at]]
 
     def __call__(self, rows: Tensor, counts: Tensor, units: Tensor | None = None) -> Tensor:
         """units: [rows] of rows that are int8 already; others are rounded here."""

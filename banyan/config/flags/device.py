@@ -158,8 +158,8 @@ FLAGS = (
     Flag(
         "enable-memory-saver",
         "device.memory_saver",
-        "allow POST /release_memory_occupation to free weights and KV cache while the server runs; "
-        "CPU only",
+        "allow POST /release_memory_occupation to free weights, KV cache and graphs while the "
+        "server runs",
         kind=SWITCH,
         proof="tests/system/test_memory.py::test_the_pages_of_the_cache_go_and_come_back_empty",
     ),

@@ -147,7 +147,6 @@ def why_no_store(config: Config, model_config: ModelConfig) -> str:
     cache, parallel = config.cache, config.parallel
     for is_so, why in (
         (bool(config.handoff.role), "pages come from one place at a time, here another server"),
-        (parallel.uses_dp_attention, "replicas that compute together keep prefixes in memory"),
         (parallel.nodes > 1, "one process carries the pages of all ranks, of one machine"),
         (parallel.cp > 1, "ranks that divide a prompt keep its pages to themselves"),
         (model_config.needs_whole_prompts, "a model that reads whole prompts shares no prefixes"),
@@ -235,11 +234,10 @@ def _with_host_tier(config: Config, model_config: ModelConfig, tier: HostTierFac
                 hint=f"choose {' or '.join(known)}, or leave it out",
             )
     parallel, flag = config.parallel, "--enable-hierarchical-cache"
-    if parallel.uses_dp_attention or config.handoff.role:
+    if config.handoff.role:
         why = why_no_store(config, model_config)
         raise ConfigError(
-            f"{flag} is not available on {device} with "
-            f"{'--disaggregation-mode' if config.handoff.role else '--enable-dp-attention'}: {why}",
+            f"{flag} is not available on {device} with --disaggregation-mode: {why}",
             hint="leave it out; --dp-size starts independent replicas, each with a tier of its own",
         )
     if parallel.world > 1 and not tier.serves_ranks:

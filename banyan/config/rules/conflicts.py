@@ -294,7 +294,6 @@ CONFLICTS = (
         "each replica drafts by itself with the whole lm_head",
         "add --enable-dp-lm-head",
     ),
-    Conflict(dp_attention, storage, "each replica caches prefixes in memory", _LEAVE_ONE),
     Conflict(dp_attention, embedding_model, "", "use --data-parallel-size alone"),
     Conflict(fake_dispatch, dp_attention, "", "use --data-parallel-size alone"),
     # Context parallelism.

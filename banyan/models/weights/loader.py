@@ -17,6 +17,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
+from banyan.families.nested import NESTED
 from banyan.formats.gguf import growths, kept_bytes
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
@@ -29,6 +30,7 @@ from banyan.models.mtp import DraftLM
 from banyan.models.weights.checkpoint_layouts import (
     with_heads_of_keys,
     with_numbered_blocks,
+    with_outputs_first,
     with_plain_experts,
     with_plain_states,
     with_whole_expansions,
@@ -115,6 +117,7 @@ def load_model(
         tensors = tensors_of(model_config, is_mapped, transforms, ops=build.ops)
         filling = Filling(model, family.names[model_config.format], watch)
         filling.run(tensors)
+        _log_towers(model_config)
         if build.device.type == "cpu" and build.ops.recorder is not None:
             for line in growths(filling.stored_bytes, filling.kept_bytes):
                 log.info("%s", line)
@@ -139,14 +142,22 @@ def tensors_of(
         ModelError: unreadable files.
     """
     tensors = read_tensors(model_config, is_mapped)
-    if beginning:
-        tensors = ((name, tensor) for name, tensor in tensors if name.startswith(beginning))
+    text_name = NESTED[model_config.outer].text_name if model_config.outer else str
+    tensors = (
+        (name, tensor)
+        for name, tensor in tensors
+        if (its := text_name(name)) is not None and its.startswith(beginning)
+    )
     if model_config.quant is not None:
         rounds = isinstance(ops, BoundOps) and ops.rounds_as_asked
         method = open_method(model_config.quant, model_config.path, rounds)
         tensors = restored(tensors, tensor_types(model_config), method, model_config.quant.method)
     elif model_config.format == "gguf":
         tensors = _of_gguf(tensors, model_config)
+    if model_config.outer:  # only now: settings of quantisation use the checkpoint's names
+        tensors = ((text_name(name) or name, tensor) for name, tensor in tensors)
+        if NESTED[model_config.outer].may_turn_stacks:
+            tensors = with_outputs_first(tensors, model_config)
     if model_config.architecture in FAMILIES and _names_of(model_config).has_gates_between:
         tensors = with_plain_experts(tensors)
     if model_config.shared is not None:
@@ -168,6 +179,23 @@ def _of_gguf(
         if model_config.state.is_tiled:
             tensors = with_heads_of_keys(tensors, model_config.state)
     return tensors
+
+
+def _log_towers(model_config: ModelConfig) -> None:
+    """Log how many weights of a multimodal checkpoint are left out."""
+    if not model_config.outer:
+        return
+    nested = NESTED[model_config.outer]
+    names = tensor_types(model_config)
+    left = [name for name in names if nested.text_name(name) is None]
+    log.info(
+        "%s is served as a text model, %s: %d of its %d weights are left out (%s)",
+        model_config.outer,
+        model_config.architecture,
+        len(left),
+        len(names),
+        ", ".join(prefix.rstrip(".") for prefix in nested.towers),
+    )
 
 
 def _names_of(model_config: ModelConfig) -> NameMap:

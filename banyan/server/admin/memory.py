@@ -5,6 +5,7 @@ Requests that arrive while memory is released wait. All replicas and their ranks
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -12,10 +13,11 @@ import msgspec
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import logger, printable
+from banyan.config.devices import facts_of
 from banyan.config.rules.cache import store_wishes
 from banyan.config.schema import CacheConfig
 from banyan.engine_client.data_parallel import agreed
-from banyan.messages.control_ops import MEMORY_TAGS
+from banyan.messages.control_ops import GRAPHS, MEMORY_TAGS, USUAL_TAGS
 from banyan.messages.events import BUSY, Reply
 from banyan.server.admin.weights import LOAD_S
 from banyan.server.embeddings import refuse_fields
@@ -25,7 +27,6 @@ from banyan.server.state import ServerState
 
 log = logger(__name__)
 
-_GRAPHS = "cuda_graph"
 _MAX_TAGS = 16
 MAX_FLUSH_WAIT_S = 3600.0
 
@@ -99,7 +100,7 @@ def _seconds(value: object) -> float:
 
 async def release(exchange: HttpExchange, state: ServerState) -> None:
     """Release memory to the system; 400 while requests run, unless generation is paused."""
-    tags = await _tags(exchange, state)
+    tags = await _tags(exchange, state, USUAL_TAGS)
     client = state.admit().client
     reply = await agreed(client, "release_memory", LOAD_S, state.paused, tags=",".join(tags))
     if not reply.ok:
@@ -111,7 +112,7 @@ async def release(exchange: HttpExchange, state: ServerState) -> None:
 
 async def resume(exchange: HttpExchange, state: ServerState) -> None:
     """Allocate released memory again: weights are read from their files, the cache is empty."""
-    tags = await _tags(exchange, state)
+    tags = await _tags(exchange, state, MEMORY_TAGS)
     reply = await state.admit().client.control("resume_memory", LOAD_S, tags=",".join(tags))
     if not reply.ok:
         raise RequestError(reply.text)
@@ -120,20 +121,20 @@ async def resume(exchange: HttpExchange, state: ServerState) -> None:
     await exchange.whole(b"", 200, "text/plain")
 
 
-async def _tags(exchange: HttpExchange, state: ServerState) -> list[str]:
+async def _tags(exchange: HttpExchange, state: ServerState, default: Sequence[str]) -> list[str]:
     given = typed(await exchange.request.optional_object(), MemoryRequest).tags
     if given is None:
-        return list(MEMORY_TAGS)
+        return list(default)
     if len(given) > _MAX_TAGS:
         raise RequestError(f"{len(given)} tags; {_MAX_TAGS} are legal.", param="tags")
-    if _GRAPHS in given:
-        exchange.context.warn_or_refuse("tags", f"there is no {_GRAPHS} to be released")
-    tags = [tag for tag in given if tag != _GRAPHS]
-    if unknown := [tag for tag in tags if tag not in MEMORY_TAGS]:
+    if GRAPHS in given and facts_of(state.config).is_host:
+        exchange.context.warn_or_refuse("tags", f"there is no {GRAPHS} to be released")
+        given = [tag for tag in given if tag != GRAPHS]
+    if unknown := [tag for tag in given if tag not in MEMORY_TAGS]:
         raise RequestError(
             f"tags must be of {', '.join(MEMORY_TAGS)}, got {unknown[0][:40]!r}.", param="tags"
         )
-    return list(dict.fromkeys(tags))
+    return list(dict.fromkeys(given))
 
 
 async def storage_backend(exchange: HttpExchange, state: ServerState) -> None:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import banyan
+from banyan.ascend.ops import paged_attention
 from banyan.base.errors import BanyanError
 from tests.ascend.emulation.device import EmulatedNpu
 from tests.ascend.emulation.test_families import CAPTURED, IS_WHOLE, LATENT, ROOM, compare, start
@@ -88,6 +90,40 @@ def test_with_drafts_it_says_what_it_says_on_the_cpu(npu, tmp_path, drafter: str
     proposed = sum(each["meta_info"]["spec_num_proposed_drafts"] for each in drafted)
     assert proposed > 0
     assert after["to_host"] - before["to_host"] == after["to_host_late"] - before["to_host_late"]
+
+
+TREES = {"speculative_eagle_topk": 4, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8}
+TREE_CASES = [
+    ("EAGLE", "captured"),
+    ("NEXTN", "captured"),
+    *(
+        pytest.param(*case, marks=WHOLE)
+        for case in [("EAGLE", "eager"), ("EAGLE3", "captured"), ("NEXTN of an indexer", "eager")]
+    ),
+]
+
+
+@pytest.mark.parametrize(("drafter", "way"), TREE_CASES)
+def test_trees_of_drafts_change_no_answer(
+    npu: EmulatedNpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, way: str
+) -> None:
+    named, trees = made(drafter, tmp_path) | TREES, list[int]()
+    seen = paged_attention.seen_along
+
+    def counted(paths: list[list[int]], *given: int) -> torch.Tensor:
+        trees.append(len(paths))
+        return seen(paths, *given)
+
+    monkeypatch.setattr(paged_attention, "seen_along", counted)
+    with start(tmp_path, "npu", dtype="float16", **WAYS[way]) as engine:
+        alone = [each["output_ids"] for each in answers(engine)]
+    with start(tmp_path, "cpu", dtype="float32", cpu_activations="fp32") as engine:
+        wanted = answers(engine)
+    with start(tmp_path, "npu", dtype="float16", **WAYS[way], **named) as engine:
+        found = answers(engine)
+    assert max(trees, default=0) > 1
+    assert compare(found, wanted) > len(TOKENS)
+    assert [each["output_ids"] for each in found] == alone
 
 
 @WHOLE

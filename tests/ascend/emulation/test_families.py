@@ -14,6 +14,7 @@ import pytest
 
 import banyan
 from banyan.ascend.ops.contracts import ContractError
+from banyan.base.errors import BanyanError
 from tests.ascend.emulation.device import EmulatedNpu
 from tests.ascend.emulation.graph import Graph
 from tests.models.families import tiny
@@ -116,6 +117,41 @@ def test_a_family_says_what_it_says_on_the_cpu(npu, tmp_path, replayed, variant:
         assert compare(answers(engine), wanted) > sum(TOKENS) / 3
         assert read_back(engine, npu) == {"to_host": 2, "to_host_late": 2, "waits": 1}
     assert len(replayed) > 25 and not any(replayed)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["qwen3", "gemma2", *(pytest.param(each, marks=IN_ALL) for each in ("gemma3", "gpt-oss"))],
+)
+def test_heads_that_no_operator_takes_are_attended_by_the_reference(
+    npu: EmulatedNpu, tmp_path: Path, variant: str
+) -> None:
+    """Rows whose lengths are on the host; with windows, sinks and capped logits."""
+    tiny(variant, tmp_path, num_hidden_layers=LAYERS, **ROOM, head_dim=40)
+    with start(tmp_path, "cpu", dtype="float32", cpu_activations="fp32") as engine:
+        wanted = answers(engine)
+    with start(tmp_path, "npu", dtype="float16", cuda_graph_bs=[1, 2]) as engine:
+        assert compare(answers(engine), wanted) > sum(TOKENS) / 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv-cache-dtype"),
+        ({"kv_cache_dtype": "int8"}, "kv-cache-dtype"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"page_size": 64}, "page-size"),
+    ],
+)
+def test_forms_that_no_operator_takes_end_the_start(
+    npu: EmulatedNpu, tmp_path: Path, flags: dict[str, object], why: str
+) -> None:
+    tiny("qwen3", tmp_path, num_hidden_layers=LAYERS, **ROOM, head_dim=128)
+    with (
+        pytest.raises(BanyanError, match=why),
+        start(tmp_path, "npu", **{"dtype": "float16", **flags}),
+    ):
+        pass
 
 
 @IN_ALL

@@ -24,6 +24,7 @@ from banyan.ops.bind import NO_TOOLKIT, OpSpec
 from tests.ascend.emulation.refused.attention import ATTENTION
 from tests.ascend.emulation.refused.calls import CALLS, HALF, Echo, Given, attention
 from tests.ascend.emulation.refused.products import PRODUCTS
+from tests.support.cases import check_each
 
 REFUSALS = [*ATTENTION, *PRODUCTS]
 FOLDER = Path(banyan.ascend.ops.__file__).parent
@@ -56,16 +57,21 @@ def places(error: ContractError) -> set[Place]:
     return found
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_what_is_right_is_taken(name: str) -> None:
-    assert said(name) is None
+def test_what_is_right_is_taken() -> None:
+    def check(name: str) -> None:
+        assert said(name) is None
+
+    check_each(CALLS, check, str)
 
 
-@pytest.mark.parametrize(("name", "changed", "why"), REFUSALS)
-def test_a_call_that_is_wrong_is_refused(name: str, changed: Given, why: str) -> None:
-    error = said(name, **changed)
-    assert error is not None
-    assert re.search(why, str(error)), error
+def test_a_call_that_is_wrong_is_refused() -> None:
+    def check(case: tuple) -> None:
+        name, changed, why = case
+        error = said(name, **changed)
+        assert error is not None
+        assert re.search(why, str(error)), error
+
+    check_each(REFUSALS, check)
 
 
 def strided(x: Tensor) -> Tensor:
@@ -83,13 +89,15 @@ WRONG = {
 """What no tensor of any operator may be."""
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_every_tensor_of_a_call_is_looked_at(name: str) -> None:
-    for key in TENSORS[name]:
-        for why, change in WRONG.items():
-            error = said(name, **{key: change(CALLS[name].given[key])})
-            assert error is not None, (key, why)
-            assert re.search(why, str(error)) and key in str(error), error
+def test_every_tensor_of_a_call_is_looked_at() -> None:
+    def check(name: str) -> None:
+        for key in TENSORS[name]:
+            for why, change in WRONG.items():
+                error = said(name, **{key: change(CALLS[name].given[key])})
+                assert error is not None, (key, why)
+                assert re.search(why, str(error)) and key in str(error), error
+
+    check_each(CALLS, check, str)
 
 
 def said_of_two_devices() -> ContractError | None:

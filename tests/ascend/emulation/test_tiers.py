@@ -59,9 +59,10 @@ def start(model: Path, **flags: object) -> Iterator[Engine]:
         yield engine
 
 
-def ask(engine: Engine, prompt: list[int]) -> dict:
+def ask(engine: Engine, prompt: list[int], **fields: object) -> dict:
     params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
-    return engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+    asked = {"return_logprob": True, **fields}
+    return engine.generate(input_ids=prompt, sampling_params=params, **asked)
 
 
 def told(found: dict) -> tuple:
@@ -161,12 +162,14 @@ RANKS = {
     "pp 2": ("", {"pp_size": 2}),
     "tp 4 of a model with two KV heads": ("", {"tp_size": 4}),
     "tp 2 of latents": ("deepseek v2", {"tp_size": 2}),
+    "dp attention": ("", {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}),
     "ep 2 of latents with an indexer": ("deepseek v3.2", {"tp_size": 2, "ep_size": 2}),
 }
+IN_TEST = ("tp 2", "dp attention")
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name == "tp 2" else IN_ALL) for name in RANKS]
+    "layout", [pytest.param(name, marks=() if name in IN_TEST else IN_ALL) for name in RANKS]
 )
 def test_pages_of_several_ranks_come_back_bit_for_bit(
     model: Path, npu: EmulatedNpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
@@ -180,12 +183,13 @@ def test_pages_of_several_ranks_come_back_bit_for_bit(
         tiny(variant, tmp_path, max_position_embeddings=1024, **LATENTS, **index)
         model, flags = tmp_path, flags | {"skip_tokenizer_init": True}
     prompts = [[id % 90 + 5 for id in each] for each in (PROMPT, *OTHERS)]
+    replica = {"data_parallel_rank": 0} if "dp_size" in flags else {}
     with start(model, engine_mode="normal", **flags) as engine:
-        ask(engine, prompts[0])
-        here = ask(engine, prompts[0])
+        ask(engine, prompts[0], **replica)
+        here = ask(engine, prompts[0], **replica)
         for other in prompts[1:]:
-            ask(engine, other)
-        back = ask(engine, prompts[0])
+            ask(engine, other, **replica)
+        back = ask(engine, prompts[0], **replica)
     assert details(here)["device"] == KEPT
     assert details(back) == {"device": 0, "host": KEPT, "storage": 0, "storage_backend": "host"}
     assert told(back) == told(here)
@@ -197,10 +201,6 @@ def test_pages_of_several_ranks_come_back_bit_for_bit(
         ({"hicache_io_backend": "kernel"}, "--hicache-io-backend kernel is not available on npu"),
         ({"hicache_mem_layout": "page_head"}, "--hicache-mem-layout page_head is not available"),
         ({"tp_size": 2, "attn_cp_size": 2}, "not available with --attn-cp-size 2"),
-        (
-            {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
-            "not available on npu with --enable-dp-attention: replicas that compute together",
-        ),
         ({"disaggregation_mode": "decode"}, "not available on npu with --disaggregation-mode: "),
         ({"hicache_ratio": 0.0}, "--hicache-ratio 0 without --hicache-size"),
         ({"hicache_size": 10**6}, r"would take 1,000,000.0 GB, and .* GB are free"),

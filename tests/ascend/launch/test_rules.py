@@ -12,6 +12,7 @@ from banyan.ascend.launch.facts import KNOWN, SOCS, Launch, LaunchModel, argumen
 from banyan.ascend.launch.findings import ERROR, WARNING, Breach, breach, sentences
 from banyan.ascend.launch.rules import RULES, check, left_out, read_pairs
 from banyan.config.env import Environment
+from tests.support.cases import check_each
 
 V32, V3, R1 = KNOWN
 LLAMA = LaunchModel("llama", hidden=4096, is_modelslim=False)
@@ -306,18 +307,19 @@ def test_the_rules_are_the_twenty_three() -> None:
 ALL_BROKEN = [*BROKEN.items(), *OTHERWISE]
 
 
-@pytest.mark.parametrize(("rule", "case"), ALL_BROKEN)
-def test_a_rule_that_is_broken_is_told_with_its_numbers_and_what_to_do(
-    rule: str, case: Case
-) -> None:
-    found = [finding for finding in check(case.launch()) if finding.rule == rule]
-    assert found, "nothing was found"
-    for finding in found:
-        assert finding.severity == sentences()[rule].severity
-        assert finding.text and finding.use and finding.source
-        assert "{" not in finding.text + finding.use
-    assert case.says
-    assert any(case.says in finding.line for finding in found), [f.line for f in found]
+def test_a_rule_that_is_broken_is_told_with_its_numbers_and_what_to_do() -> None:
+    def is_told(broken: tuple[str, Case]) -> None:
+        rule, case = broken
+        found = [finding for finding in check(case.launch()) if finding.rule == rule]
+        assert found, "nothing was found"
+        for finding in found:
+            assert finding.severity == sentences()[rule].severity
+            assert finding.text and finding.use and finding.source
+            assert "{" not in finding.text + finding.use
+        assert case.says
+        assert any(case.says in finding.line for finding in found), [f.line for f in found]
+
+    check_each(ALL_BROKEN, is_told)
 
 
 def test_every_place_that_finds_something_has_a_case(monkeypatch) -> None:
@@ -343,9 +345,11 @@ def test_every_place_that_finds_something_has_a_case(monkeypatch) -> None:
     assert len(modules) > 1 and found and not quiet, f"no case reaches {', '.join(quiet)}"
 
 
-@pytest.mark.parametrize("rule", KEPT)
-def test_a_rule_that_is_kept_says_nothing(rule: str) -> None:
-    assert rule not in [finding.rule for finding in check(KEPT[rule].launch())]
+def test_a_rule_that_is_kept_says_nothing() -> None:
+    def is_silent(rule: str) -> None:
+        assert rule not in [finding.rule for finding in check(KEPT[rule].launch())]
+
+    check_each(KEPT, is_silent, str)
 
 
 def test_a_start_that_asks_for_nothing_keeps_every_rule() -> None:

@@ -28,14 +28,14 @@ _HERE = "banyan.models.weights.quant"
 _ROUNDED = {"w8a8_int8": "int8", "modelslim": "modelslim"}
 """Forms that ask for rounded activations -> where they are read."""
 _EIGHT_BIT_FLOATS = (
-    "E4M3: as it is, with a scale per 32 inputs; BF16 for e5m2, for groups and blocks that are no "
-    "multiple of 32 wide, and on other devices than CPUs"
+    "E4M3 with a scale per 32 inputs; BF16 for e5m2, for groups and blocks that are no multiple of "
+    "32 wide, and on devices other than CPUs"
 )
 FORMS = {
     "fp8": QuantForm(
         f"{_HERE}.fp8:open_fp8",
-        "e4m3 or e5m2, a scale per tensor, per output, per group of inputs or per block, also as a "
-        "power of two (MXFP8); also stacks of experts",
+        "e4m3 or e5m2; a scale per tensor, output, group of inputs or block, also a power of two "
+        "(MXFP8); also stacks of experts",
         _EIGHT_BIT_FLOATS,
     ),
     "w4afp8": QuantForm(
@@ -122,19 +122,15 @@ def open_method(quant: QuantFacts, where: str, rounds: bool = False) -> QuantMet
     return opened(CheckpointFields(json.loads(quant.settings), f"{where}, quantization_config"))
 
 
-def overview(spellings: Mapping[str, Sequence[str]], tried: Mapping[str, str]) -> str:
+def overview(spellings: Mapping[str, Sequence[str]]) -> str:
     """The table of docs/quantization.md.
 
     Args:
         spellings: form -> names that a flag may give it.
-        tried: form -> the tests of it.
     """
-    lines = [
-        "| form | `--quantization` | what is read | what it becomes | tried in |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| form | `--quantization` | variants | storage type |", "|---|---|---|---|"]
     for name, form in FORMS.items():
         spelled = ", ".join(f"`{spelling}`" for spelling in spellings[name])
-        cells = (name, spelled, form.reads, form.becomes, tried[name])
+        cells = (name, spelled, form.reads, form.becomes)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from banyan.families.nested import NESTED
 from banyan.formats.gguf import KEPT_BYTES, kept_bytes
 from banyan.formats.mapped import TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
@@ -36,7 +37,10 @@ def kept_size_of_folder(model_config: ModelConfig, keeps_fp8: bool, rounded_to: 
     where = _found(model_config.path)
     stems: dict[str, dict[str, str]] = {}
     size = 0
+    nested = NESTED.get(model_config.outer)
     for name, (_, tensor) in where.items():
+        if nested is not None and nested.text_name(name) is None:
+            continue
         if name.rpartition(".")[2] in CACHE_SCALES:
             continue
         place = method.part_of(name, tensor.type)

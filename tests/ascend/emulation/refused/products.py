@@ -137,8 +137,8 @@ EXPERTS: list[Refusal] = [
     ("combine", {"expand_x": make(5, 1024)}, "expand_x must be the 12 rows of the exchange, it is"),
     ("combine", {"expert_scales": floats(3, 1)}, r"expert_scales must be \[3, 2\], they are"),
     ("combine", {"expert_scales": make(3, 2)}, "expert_scales must be torch.float32, it is"),
-    ("combine", {"ep_send_counts": ints(3)}, "must be those of the exchange, they are"),
-    ("combine", {"assist_info_for_combine": ints(12, 128)}, "must be those of the exchange"),
+    ("combine", {"ep_send_counts": ints(3)}, "must come from the exchange, they are"),
+    ("combine", {"assist_info_for_combine": ints(12, 128)}, "must come from the exchange"),
     ("combine", {"expert_ids": ints(3, 5)}, "a token goes through 1 to 4 experts, not 5"),
 ]
 

@@ -1,0 +1,139 @@
+"""Multimodal checkpoints: the part of them that is a text model of another family.
+
+Only that part is served. Weights of towers (vision, sound) and of their projectors are left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.text_model.": "model.",
+}
+"""Names of Qwen3-VL and GLM-V; of Gemma 3, LLaVA and most others; of SmolVLM."""
+_VISUAL = ("visual.",)
+_TOWER = ("vision_tower.", "multi_modal_projector.")
+_LLAVA = (*_TOWER, "image_newline")
+_IDEFICS = ("vision_model.", "connector.")
+_KIMI = ("vision_tower.", "mm_projector.")
+_STEP = ("vision_model.", "vit_downsampler", "vit_large_projector.", "multi_modal_projector.")
+
+
+@dataclass(frozen=True)
+class NestedForm:
+    """How a class of checkpoints holds its text model.
+
+    Attributes:
+        towers: prefixes of weights that are left out, with or without "model." in front.
+        text: class of the text model; "" = its configuration names it.
+        key: key of its configuration; without that key its fields are at the top level.
+        prefixes: prefix of a weight's name -> prefix in checkpoints of the text model alone.
+        values: fields of the configuration that this class fixes.
+        may_turn_stacks: stacks of experts may have their inputs first, [experts, in, out].
+    """
+
+    towers: tuple[str, ...]
+    text: str = ""
+    key: str = "text_config"
+    prefixes: Mapping[str, str] = field(default_factory=lambda: _TEXT_PREFIXES)
+    values: Mapping[str, object] = field(default_factory=dict[str, object])
+    may_turn_stacks: bool = False
+
+    def text_name(self, name: str) -> str | None:
+        """The name that a weight has in a checkpoint of the text model; None = it is left out."""
+        if name.removeprefix("model.").startswith(self.towers):
+            return None
+        for prefix, its in self.prefixes.items():
+            if name.startswith(prefix):
+                return its + name.removeprefix(prefix)
+        return name
+
+
+NESTED: Mapping[str, NestedForm] = {
+    "Qwen2VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM"),
+    "Qwen2_5_VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM"),
+    "Qwen3VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen3ForCausalLM"),
+    "Qwen3VLMoeForConditionalGeneration": NestedForm(
+        _VISUAL, "Qwen3MoeForCausalLM", values={"norm_topk_prob": True}, may_turn_stacks=True
+    ),
+    "Qwen3_5ForConditionalGeneration": NestedForm(_VISUAL, "Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForConditionalGeneration": NestedForm(_VISUAL, "Qwen3_5MoeForCausalLM"),
+    "Gemma3ForConditionalGeneration": NestedForm(_TOWER, "Gemma3ForCausalLM"),
+    "Mistral3ForConditionalGeneration": NestedForm(_TOWER),
+    "LlavaForConditionalGeneration": NestedForm(_LLAVA),
+    "LlavaNextForConditionalGeneration": NestedForm(_LLAVA),
+    "LlavaOnevisionForConditionalGeneration": NestedForm(_LLAVA),
+    "InternVLForConditionalGeneration": NestedForm(_TOWER),
+    "InternVLChatModel": NestedForm(("vision_model.", "mlp1."), key="llm_config"),
+    "SmolVLMForConditionalGeneration": NestedForm(_IDEFICS),
+    "Idefics3ForConditionalGeneration": NestedForm(_IDEFICS),
+    "Glm4vForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM"),
+    "Glm46VForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM"),
+    "Glm4vMoeForConditionalGeneration": NestedForm(_VISUAL, "Glm4MoeForCausalLM"),
+    "KimiVLForConditionalGeneration": NestedForm(_TOWER, "DeepseekV3ForCausalLM"),
+    "KimiK25ForConditionalGeneration": NestedForm(_KIMI, "DeepseekV3ForCausalLM"),
+    "Kimi_K25ForConditionalGeneration": NestedForm(_KIMI, "DeepseekV3ForCausalLM"),
+    "Step3VLForConditionalGeneration": NestedForm(_STEP, "Step3TextForCausalLM"),
+    "Step3p7ForConditionalGeneration": NestedForm(_STEP, "Step3p7ForCausalLM"),
+}
+"""Class in config.json -> where its text model is."""
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A text model by the `model_type` of its configuration.
+
+    Attributes:
+        architecture: its class in transformers.
+        defaults: fields that its configuration may leave out, as transformers' class has them.
+    """
+
+    architecture: str
+    defaults: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+_LLAMA_7B = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_MISTRAL_7B = _LLAMA_7B | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+TEXT_MODELS: Mapping[str, TextModel] = {
+    "llama": TextModel("LlamaForCausalLM", _LLAMA_7B),
+    "mistral": TextModel("MistralForCausalLM", _MISTRAL_7B),
+    "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
+    "glm4v_text": TextModel(
+        "Glm4ForCausalLM", {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5}
+    ),
+    "mixtral": TextModel("MixtralForCausalLM"),
+    "qwen2": TextModel("Qwen2ForCausalLM"),
+    "qwen3": TextModel("Qwen3ForCausalLM"),
+    "qwen3_moe": TextModel("Qwen3MoeForCausalLM"),
+    "gpt_oss": TextModel("GptOssForCausalLM"),
+    "gemma2": TextModel("Gemma2ForCausalLM"),
+    "phi3": TextModel("Phi3ForCausalLM"),
+    "granite": TextModel("GraniteForCausalLM"),
+    "cohere2": TextModel("Cohere2ForCausalLM"),
+    "lfm2": TextModel("Lfm2ForCausalLM"),
+    "ernie4_5": TextModel("Ernie4_5ForCausalLM"),
+    "deepseek_v3": TextModel("DeepseekV3ForCausalLM"),
+}
+"""By `model_type` of the text part, for classes that take several text models."""

@@ -1,0 +1,76 @@
+"""Memory of an emulated NPU that is released while the engine runs, and taken again: the device has
+it in between, and answers are bit for bit the same afterwards."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from banyan.llm import Engine
+from tests.ascend.emulation.device import EmulatedNpu
+from tests.ascend.emulation.test_ranks import CAPTURED, EAGER, start
+from tests.models.families import tiny
+
+PROMPT = [i * 7 % 90 + 5 for i in range(300)]
+SHAPE = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 128}
+TOKENS = 2048
+FLAGS = {"engine_mode": "inprocess", "enable_memory_saver": True, "max_total_tokens": TOKENS}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved")
+    tiny("qwen3", path, max_position_embeddings=512, num_hidden_layers=4, **SHAPE)
+    return path
+
+
+def ask(engine: Engine) -> tuple:
+    assert engine.flush_cache()
+    params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    found = engine.generate(input_ids=PROMPT, sampling_params=params, return_logprob=True)
+    return found["output_ids"], found["meta_info"]["output_token_logprobs"]
+
+
+def used() -> int:
+    return torch.get_device_module("npu").memory_reserved(0)
+
+
+@pytest.mark.parametrize("steps", [EAGER, CAPTURED], ids=["eager", "captured"])
+@pytest.mark.parametrize("tags", [["weights"], ["kv_cache"], ["cuda_graph"], None])
+def test_released_memory_is_free_and_comes_back(
+    npu: EmulatedNpu, model: Path, steps: dict, tags: list[str] | None
+) -> None:
+    with start(model, **FLAGS, **steps) as engine:
+        first, full = ask(engine), used()
+        engine.release_memory_occupation(tags)
+        saved = full - used()
+        engine.resume_memory_occupation(tags)
+        assert ask(engine) == first
+        assert used() < full + (64 << 10)
+    least = {"weights": 1 << 20, "kv_cache": 1 << 20, "cuda_graph": int(steps is CAPTURED)}
+    assert saved >= sum(least[tag] for tag in tags or ("weights", "kv_cache"))
+
+
+def test_tags_come_back_one_by_one_and_weights_may_be_others(npu: EmulatedNpu, model: Path) -> None:
+    """Weights that arrive while the pages are released: graphs wait for the pages."""
+    with start(model, **FLAGS, **CAPTURED) as engine:
+        first = ask(engine)
+        for order in (("weights", "kv_cache"), ("kv_cache", "weights")):
+            for tag in order:
+                engine.release_memory_occupation([tag])
+            engine.resume_memory_occupation([order[0]])
+            engine.resume_memory_occupation([order[1]])
+            assert ask(engine) == first
+        engine.release_memory_occupation()
+        engine.update_weights_from_disk(str(model))
+        engine.resume_memory_occupation(["kv_cache"])
+        assert ask(engine) == first
+
+
+@pytest.mark.parametrize("ranks", [{"tp_size": 2}])
+def test_every_rank_releases_its_memory(npu: EmulatedNpu, model: Path, ranks: dict) -> None:
+    with start(model, **{**FLAGS, "engine_mode": "normal"}, **ranks, **CAPTURED) as engine:
+        first = ask(engine)
+        engine.release_memory_occupation()
+        engine.resume_memory_occupation()
+        assert ask(engine) == first
