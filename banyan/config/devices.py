@@ -30,6 +30,7 @@ class HostTierFacts:
 class DeviceFacts:
     """
     Attributes:
+        is_open: no device is named; the start chooses one.
         is_host: weights and pages already lie in memory of the host.
         compiles_kernels: its kernels are compiled on this machine, at the first start.
         drafts_trees: draft trees are the default for models that have them.
@@ -42,6 +43,7 @@ class DeviceFacts:
             that is found) and the environment; raises ConfigError.
     """
 
+    is_open: bool = False
     is_host: bool = False
     compiles_kernels: bool = False
     drafts_trees: bool = False
@@ -53,7 +55,7 @@ class DeviceFacts:
     is_here: Callable[[Environment], bool] | None = None
 
 
-AUTO = DeviceFacts(compiles_kernels=True, drafts_trees=True)
+AUTO = DeviceFacts(is_open=True, compiles_kernels=True, drafts_trees=True)
 CPU = DeviceFacts(is_host=True, compiles_kernels=True, drafts_trees=True)
 CUDA = DeviceFacts(
     host_tier=HostTierFacts(("kernel", "direct"), ("page_first_direct", "page_first")),
@@ -79,7 +81,7 @@ def facts_of(config: Config) -> DeviceFacts:
 def choose_device(config: Config, environment: Environment) -> Config:
     """With the device whose own attention is named, where no device is and this machine has it."""
     device = config.device
-    for name in DEVICES if device.name == "auto" else ():
+    for name in DEVICES if facts_of(config).is_open else ():
         facts = DEVICES.load(name)
         is_named = facts.attention and facts.attention == device.attention
         if is_named and facts.is_here is not None and facts.is_here(environment):
@@ -91,8 +93,7 @@ def outcome_device(config: Config, environment: Environment) -> str:
     """The device of a start as the table of outcomes calls it. No torch is imported for "auto"."""
     if chip := facts_of(config).chip:
         return chip(environment)
-    name = config.device.name
-    if name != "auto":
-        return name
+    if not facts_of(config).is_open:
+        return config.device.name
     has_driver = Path("/dev/nvidiactl").exists() and not version("torch").endswith("+cpu")
     return "cuda" if has_driver else "cpu"
