@@ -5,18 +5,22 @@ This module has rules 1 to 3 (backends, pages, quantisation, the documents' tabl
 between nodes, MemFabric's store, ports, drafts). The others are in `expert_rules.py`.
 """
 
+import csv
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from ipaddress import ip_address
+from pathlib import Path
 from types import MappingProxyType
 
 from banyan.ascend.launch.expert_rules import EXPERT_RULES
 from banyan.ascend.launch.facts import Launch
 from banyan.ascend.launch.findings import Breach, Finding, breach, finding_of
-from banyan.ascend.launch.support import EXCLUDED, documented_columns
 from banyan.config.flags.outcome import REFUSED, outcome_of
 from banyan.config.flags.table import find
 
+EXCLUDED = ("planned", "no", "special")
+"""Columns of flags that the documents' build does not take on Ascend NPUs."""
 _ATTENTION = ("auto", "ascend", "torch_native")
 _PAGE_STEP, _LARGEST_PAGE = 128, 512
 _QUANTIZATIONS = (
@@ -73,6 +77,16 @@ def support(launch: Launch) -> Iterator[Breach]:
             continue
         if outcome_of(find(flag, abbreviate=False), value, soc).verdict == REFUSED:
             yield breach("flag-a", flag=flag, column=column, soc=soc)
+
+
+@cache
+def documented_columns(soc: str) -> Mapping[str, str]:
+    """The column of every documented flag, by its name in the tables of flags."""
+    found: dict[str, str] = {}
+    with open(Path(__file__).parent / "support.tsv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+            found.setdefault(find(row["flag"], abbreviate=False).name, row[soc])
+    return MappingProxyType(found)
 
 
 FLAG_RULES = (backends, pages, quantization, support)

@@ -15,7 +15,7 @@ from banyan.ascend.launch.facts import (
 )
 from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import device_numbers, find_soc, own_interfaces
-from banyan.ascend.launch.support import documented_columns
+from banyan.ascend.launch.rules import documented_columns
 from banyan.base.errors import ConfigError
 from banyan.cli.main import main
 from banyan.config.cli import parse
