@@ -1,7 +1,7 @@
 """`banyan config --device npu` lists the flags that do not work on the chip."""
 
 from banyan.cli.main import main
-from tests.model_config.test_checkpoint import LLAMA, folder
+from tests.support.checkpoints import LLAMA, folder
 
 
 def test_each_flag_that_does_not_work_is_listed_with_its_outcome(
