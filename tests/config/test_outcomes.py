@@ -94,15 +94,15 @@ def test_a_default_asks_for_nothing_on_any_device() -> None:
 
 
 def test_values_are_ranges_words_or_all_but_some() -> None:
-    page, topk = (
+    page, drafts = (
         find("page-size", abbreviate=False),
-        find("speculative-eagle-topk", abbreviate=False),
+        find("speculative-num-draft-tokens", abbreviate=False),
     )
     assert [outcome_of(page, n, "A3").verdict for n in (1, 127, 128, 129, 512, 513)] == [
         *(REFUSED, REFUSED, WORKS, REFUSED, WORKS, REFUSED)
     ]
-    assert outcome_of(topk, 1, "A2").verdict == WORKS
-    assert outcome_of(topk, 2, "A2").verdict == REFUSED
+    assert outcome_of(drafts, 16, "A2").verdict == WORKS
+    assert outcome_of(drafts, 17, "A2").verdict == REFUSED
     runner = find("moe-runner-backend", abbreviate=False)
     assert outcome_of(runner, "triton", "cuda").verdict == NOTHING
     assert outcome_of(runner, "cutlass", "cuda").verdict == MISSING
@@ -119,8 +119,8 @@ def test_no_two_rows_answer_for_one_value_of_a_device() -> None:
 
 def test_the_help_names_the_devices_that_refuse_a_flag() -> None:
     text = " ".join(help_text().split())
-    part = text.partition("--enable-memory-saver")[2]
-    assert "(cuda, npu refused)" in part.partition("--threads")[0]
+    part = text.partition("--speculative-algorithm")[2]
+    assert "(cuda, npu: DFLASH refused)" in part.partition("--speculative-num")[0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -128,8 +128,8 @@ def test_config_lists_what_does_not_work_on_its_device(tmp_path, capsys, device:
     from banyan.config.reference import outcome_lines
 
     lines = "\n".join(outcome_lines(device))
-    saver = next((line for line in lines.splitlines() if "--enable-memory-saver" in line), "")
-    assert ("refused" in saver) == (device != "cpu")
+    dflash = next((line for line in lines.splitlines() if "DFLASH" in line), "")
+    assert ("refused" in dflash) == (device != "cpu")
     assert f"{counts(device)[WORKS]} works" in lines.splitlines()[0]
     if device == "cpu":
         assert main(["config", folder(tmp_path, LLAMA), "--device", "cpu"]) == 0

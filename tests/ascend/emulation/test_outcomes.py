@@ -15,31 +15,17 @@ from tests.models.families import tiny
 MORE = {"num_hidden_layers": 6, "num_key_value_heads": 8, "max_position_embeddings": 256}
 ALONE = {"engine_mode": "inprocess", "cuda_graph_bs": [1, 2, 4]}
 NGRAM = {"speculative_algorithm": "NGRAM"}
-RANKS = {"engine_mode": "normal", "tp_size": 2, "ep_size": 2}
 REFUSED = {
-    "enable-memory-saver": ({"enable_memory_saver": True}, "cannot be released"),
-    "enable-return-routed-experts": (
-        {"enable_return_routed_experts": True},
-        "read on CPUs only",
-    ),
-    "expert-distribution-recorder-mode": (
-        {"expert_distribution_recorder_mode": "stat"},
-        "read on CPUs only",
-    ),
-    "speculative-ngram-min-bfs-breadth": (
-        NGRAM | {"speculative_ngram_min_bfs_breadth": 2},
-        "branch are verified on the host",
-    ),
     "speculative-num-draft-tokens": (
         NGRAM | {"speculative_num_draft_tokens": 17},
         "at most 16 tokens",
     ),
     "dtype": ({"dtype": "float32"}, "no kernel of npu"),
-    "ep-num-redundant-experts": (RANKS | {"ep_num_redundant_experts": 2}, "lie in their order"),
-    "enable-eplb": (RANKS | {"enable_eplb": True}, "read on CPUs only|lie in their order"),
 }
 """Flag -> a start with it, and how the device itself refuses it."""
 STARTED = {
+    "enable-memory-saver": {"enable_memory_saver": True},
+    "speculative-ngram-min-bfs-breadth": NGRAM | {"speculative_ngram_min_bfs_breadth": 2},
     "attention-backend": {"attention_backend": "ascend"},
     "cpu-offload-gb": {"cpu_offload_gb": 0.002},
     "offload-group-size": {"offload_group_size": 2, "offload_prefetch_step": 1},
@@ -63,25 +49,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts")
-    tiny("qwen3 moe", folder, num_key_value_heads=2, num_experts=6)
-    return folder
-
-
 @pytest.mark.parametrize("flag", REFUSED)
 def test_the_device_refuses_what_the_table_refuses(
-    npu, model: Path, experts: Path, flag: str, monkeypatch
+    npu, model: Path, flag: str, monkeypatch
 ) -> None:
     """Without the table too: a row of a flag that works by now has to go."""
     given, why = REFUSED[flag]
-    served = experts if "expert" in flag or flag == "enable-eplb" else model
     in_table = pytest.raises(BanyanError, match="is not available in this build")
-    with in_table, start(served, **ALONE | given):
+    with in_table, start(model, **ALONE | given):
         pass
     monkeypatch.setattr("banyan.config.cli.outcome_of", lambda *_: WORKING)
-    with pytest.raises(BanyanError, match=why), start(served, **ALONE | given):
+    with pytest.raises(BanyanError, match=why), start(model, **ALONE | given):
         pass
 
 

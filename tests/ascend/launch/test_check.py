@@ -139,10 +139,10 @@ def test_the_documents_have_a_column_for_each_flag() -> None:
 
 def test_a_flag_that_ends_the_start_on_the_chip_is_printed_as_refused(model, capsys) -> None:
     """With what to use; the exit code says that the build does not start it."""
-    given = ["--soc", "A3", "--enable-memory-saver", "--enable-piecewise-cuda-graph"]
+    given = ["--soc", "A3", "--speculative-num-draft-tokens", "17", "--enable-piecewise-cuda-graph"]
     assert main(["check", model, *given]) == 2
     out = capsys.readouterr().out
-    assert "build    --enable-memory-saver" in out and "use --device cpu" in out
+    assert "build    --speculative-num-draft-tokens 17" in out and "give 16 or less" in out
     assert "ignored  --enable-piecewise-cuda-graph: missing: graphs are captured of decode" in out
 
 
