@@ -80,6 +80,15 @@ _RULES = (
         lambda c: c.parallel.dp == 1,
         "there is one replica",
     ),
+    _Ignored(
+        "load-balance-method",
+        lambda c: (
+            c.parallel.dp > 1
+            and c.parallel.load_balance == "follow_bootstrap_room"
+            and not c.handoff.role
+        ),
+        "requests have no bootstrap room without --disaggregation-mode; replicas take turns",
+    ),
     _Ignored("pp-async-batch-depth", lambda c: c.parallel.pp == 1, "there is one stage"),
     _Ignored(
         "pp-async-batch-depth",
