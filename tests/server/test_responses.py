@@ -11,6 +11,7 @@ from openai.types.responses import (
 )
 
 from banyan.requests.generation import Finish
+from banyan.server.store.responses import ResponseStore
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import TEMPLATE, says, service_with
 from tests.support.responses import (
@@ -304,12 +305,15 @@ def test_the_store_is_bounded(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, site: Site
 ) -> None:
     monkeypatch.setattr("banyan.server.store.responses.MAX_RESPONSES", 3)
+    site.state.responses = ResponseStore()
     made = [client.responses.create(model="tiny", input="Hi").id for _ in range(5)]
     assert len(site.state.responses) == 3
     assert client.responses.retrieve(made[-1]).id == made[-1]
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made[0])
     monkeypatch.setattr("banyan.server.store.responses.MAX_BYTES", 1)
+    site.state.responses = ResponseStore()
+    client.responses.create(model="tiny", input="Hi")
     client.responses.create(model="tiny", input="Hi")
     assert len(site.state.responses) == 1
 
