@@ -260,7 +260,7 @@ def _schema(rules: _Rules, form: Format) -> str:
     if form.get("style", "json") != "json":
         raise RequestError(f"llguidance writes JSON only, not {str(form['style'])[:40]!r}")
     schema = form.get("json_schema")
-    if not isinstance(schema, dict | bool):
+    if not is_object(schema) and not isinstance(schema, bool):
         raise RequestError("a json_schema format must have a json_schema")
     known = without_unknown_formats({} if schema is True else schema)
     return rules.rule(f"%json {json.dumps(known)}")

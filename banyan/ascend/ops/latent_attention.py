@@ -262,9 +262,9 @@ def _choose_positions(toolkit: NpuToolkit) -> Callable[..., Tensor]:
             given = (q, q_turned, weights, key_pages, turned_pages)
             return reference.choose_positions(*given, *rows, top, first, paths)
         if paths is not None:  # both parts of a key are next to each other
-            parts = key_pages.split([q.shape[-1], q_turned.shape[-1]], -1)
+            keys, turned = key_pages.split([q.shape[-1], q_turned.shape[-1]], -1)
             rows = (page_tables, row_starts, context_lengths, top, first, paths)
-            return reference.choose_positions(q, q_turned, weights, *parts, *rows)
+            return reference.choose_positions(q, q_turned, weights, keys, turned, *rows)
         query = torch.cat([q, q_turned], -1)
         rows = operators.ends_of(q.device, row_starts, context_lengths)
         given = (weights.contiguous(), page_tables.contiguous(), *rows)
