@@ -129,6 +129,16 @@ _RULES = (
         "without --enable-priority-scheduling it is the same as lru",
     ),
     _Ignored(
+        "enable-weights-cpu-backup",
+        lambda c: facts_of(c).is_host,
+        "weights are in host memory; released ones are read again from their files",
+    ),
+    _Ignored(
+        "enable-weights-cpu-backup",
+        lambda c: not c.device.memory_saver,
+        "weights are not released without --enable-memory-saver",
+    ),
+    _Ignored(
         "cpu-offload-gb offload-group-size",
         lambda c: facts_of(c).is_host,
         "weights are in host memory already",
