@@ -400,6 +400,11 @@ def _check_the_device(config: Config, model_config: ModelConfig, traits: Traits)
         )
     if sends_rows(config) and (not traits.is_host or is_fused(config)):
         check_dispatch(config, model_config, traits)
+    if config.device.memory_saver and not (traits.is_host or traits.releases_memory):
+        raise ConfigError(
+            f"--enable-memory-saver: memory of {traits.name} is not released while the server runs",
+            hint="leave it out",
+        )
     check_the_rounding(config.model.quantization, model_config, traits)
 
 
