@@ -61,6 +61,7 @@ def _flag_outcomes(environment: Environment) -> Iterator[str]:
 
 
 NPU = DeviceFacts(
+    has_graphs=True,
     attention="ascend",
     host_tier=HostTierFacts(
         copies=("kernel_ascend", "direct"),
