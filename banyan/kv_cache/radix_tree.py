@@ -377,7 +377,9 @@ class CachedPages:
 
     def _offer_leaf(self, node: Node | None) -> None:
         """A node that has lost its last child may be evicted now."""
-        for group in range(len(self._groups)) if node is not None else ():
+        if node is None:
+            return
+        for group in range(len(self._groups)):
             self._offer(node, group)
 
 

@@ -262,7 +262,8 @@ def _choose_positions(toolkit: NpuToolkit) -> Callable[..., Tensor]:
             given = (q, q_turned, weights, key_pages, turned_pages)
             return reference.choose_positions(*given, *rows, top, first, paths)
         if paths is not None:  # both parts of a key are next to each other
-            parts = key_pages.split([q.shape[-1], q_turned.shape[-1]], -1)
+            width = q.shape[-1]
+            parts = (key_pages[..., :width], key_pages[..., width:])
             rows = (page_tables, row_starts, context_lengths, top, first, paths)
             return reference.choose_positions(q, q_turned, weights, *parts, *rows)
         query = torch.cat([q, q_turned], -1)
