@@ -21,15 +21,10 @@ class WeightsBackup:
     are, without content, until `restore`."""
 
     def __init__(self, model: Model) -> None:
-        storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in _device_tensors(model):
-            storage = tensor.untyped_storage()
-            storages.setdefault(storage.data_ptr(), storage)
-        self._kept = [
-            (storage, _bytes_of(storage).cpu()) for storage in storages.values() if storage.nbytes()
-        ]
-        for storage, _ in self._kept:
-            storage.resize_(0)
+        by_address = {t.untyped_storage().data_ptr(): t for t in _device_tensors(model) if t.nbytes}
+        self._kept = [(tensor, _bytes_of(tensor).cpu()) for tensor in by_address.values()]
+        for tensor, _ in self._kept:
+            tensor.untyped_storage().resize_(0)
 
     @property
     def size_bytes(self) -> int:
@@ -37,13 +32,16 @@ class WeightsBackup:
 
     def restore(self) -> None:
         """Allocate the memory again, at other addresses, and copy the weights back."""
-        for storage, content in self._kept:
-            storage.resize_(content.nbytes)
-            _bytes_of(storage).copy_(content)
+        for tensor, content in self._kept:
+            tensor.untyped_storage().resize_(content.nbytes)
+            _bytes_of(tensor).copy_(content)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of the tensor's storage."""
+    storage = tensor.untyped_storage()
+    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return made.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _device_tensors(model: Model) -> Iterator[Tensor]:
