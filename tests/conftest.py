@@ -138,8 +138,13 @@ LONGEST = [
 marked `slow`."""
 
 
-MATRICES = ("ascend/emulation/", "models/quantize/", "ops/")
+MATRICES = ("ascend/emulation/", "models/", "ops/", "parallel/", "runner/", "system/")
 """Where `make test` runs each value of each parameter of a test, and not all combinations."""
+EMULATED = tuple(
+    f"ascend/emulation/test_{name}"
+    for name in ("adapters", "captured_steps", "drafts", "families", "handoff", "layouts", "tiers")
+)
+"""Where it runs two cases of a test at most, because each starts engines or ranks."""
 
 
 def _name(path: str) -> str:
@@ -174,5 +179,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(_layer(name))
         if name in LONGEST:
             item.add_marker("slow")
-    for item in left_out([item for item in items if _name(item.nodeid).startswith(MATRICES)]):
+    matrices = [item for item in items if _name(item.nodeid).startswith(MATRICES)]
+    emulated = [item for item in matrices if _name(item.nodeid).startswith(EMULATED)]
+    for item in {*left_out(matrices), *left_out(emulated, most=2)}:
         item.add_marker("full")

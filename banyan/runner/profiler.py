@@ -9,6 +9,7 @@ import re
 import tempfile
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.ids import PageId, SlotId, StepId
@@ -69,6 +70,8 @@ class Profiler:
             raise RequestError(
                 "profile_prefix must be at most 64 letters, digits, '.', '_' or '-'."
             )
+        with suppress(OSError, ValueError):
+            os.makedirs(folder, exist_ok=True)
         if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
             raise RequestError(f"output_dir {folder[:200]!r} is not a folder that can be written.")
         name = f"{op.prefix}banyan-{self._name}-{op.time_us}.trace.json"

@@ -28,6 +28,8 @@ class PageStory:
         self._sampling = generate.sampling
         self._prompt_len = len(generate.tokens) // TOKEN_BYTES
         self._prefix = prefix(windows)
+        self._edited = dict[int, np.ndarray]()
+        """By position of an output: the logits that its token is chosen from."""
         self._is_barred = False
         """The runner cannot take the sequence: a token is none of the vocabulary."""
 
@@ -58,6 +60,7 @@ class PageStory:
             logits[token] += np.float32(bias)
         if np.isneginf(logits).all():
             return BARRED
+        self._edited[position] = logits.copy()
         if sampling.is_greedy:
             return int(np.argmax(logits))
         filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
@@ -66,8 +69,11 @@ class PageStory:
     def logprob(self, position: int) -> float:
         is_output = position >= self._prompt_len and not self._sampling.is_greedy
         temperature = self._sampling.temperature if is_output else 1.0
+        logits = self._edited.get(position)
+        if logits is None:
+            logits = self._prefix.logits(position - 1)
         token = np.array([self._prefix.tokens[position]])
-        return float(log_softmax_at(self._prefix.logits(position - 1), temperature, token)[0])
+        return float(log_softmax_at(logits, temperature, token)[0])
 
     def vector(self) -> bytes:
         return self.hidden(self._prompt_len - 1)

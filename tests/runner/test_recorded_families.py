@@ -51,6 +51,11 @@ VARIANTS = {
     "qwen3 next, dense, shared keys": {},
 }
 """Variants of tests/models/family_*.py -> what lets the compiled attention take them."""
+ONE_OF_EACH_KIND = (
+    *("qwen3 moe", "gpt-oss", "deepseek v2", "deepseek v3.2", "lfm2", "mamba", "mamba2", "jamba"),
+    *("falcon h1", "minimax, all factors", "qwen3.5", "kimi linear", "zamba2"),
+)
+"""Experts, sinks, latents, an indexer, each kind of state, and blocks of several kinds."""
 
 
 def open_runner(folder, exact: bool = True, max_tokens: int = 64) -> ModelRunner:
@@ -84,7 +89,13 @@ def scores(request: Request) -> list[float]:
     return [request.scores[p] for p in range(1, request.known)]
 
 
-@pytest.fixture(params=VARIANTS, scope="module")
+@pytest.fixture(
+    params=[
+        name if name in ONE_OF_EACH_KIND else pytest.param(name, marks=pytest.mark.full)
+        for name in VARIANTS
+    ],
+    scope="module",
+)
 def made(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     return tiny(request.param, folder, **VARIANTS[request.param]), folder

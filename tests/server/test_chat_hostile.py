@@ -168,7 +168,7 @@ def test_prompts_are_rendered_and_tokenised_off_the_event_loop(
     assert threads == [False, False], "rendering waits for a process, also of a short one"
 
 
-@pytest.mark.parametrize("value", [-1, 0, 10**18, 1.5, "5", True])
+@pytest.mark.parametrize("value", [-1, 0, 10**18, 1.5, "many", "0", True])
 @pytest.mark.parametrize("field", ["n", "best_of"])
 def test_counts_of_answers_are_whole_numbers_in_bounds(
     http: httpx.Client, field: str, value: object

@@ -84,13 +84,15 @@ def test_a_recording_ends_by_itself_after_the_steps_that_were_asked_for(
 def test_what_cannot_be_recorded_is_refused(server: Server, tmp_path: Path) -> None:
     assert "No profile is being recorded" in post(server, "/stop_profile", 400)
     for body in (
-        {"output_dir": str(tmp_path / "none")},
+        {"output_dir": "/dev/null/none"},
         {"profile_prefix": "../x"},
         {"num_steps": 0},
         {"num_steps": "many"},
     ):
         post(server, "/start_profile", 400, **body)
-    post(server, "/start_profile", output_dir=str(tmp_path))
+    new = tmp_path / "new" / "folder"
+    post(server, "/start_profile", output_dir=str(new), num_steps="15")
+    assert new.is_dir()
     assert "already" in post(server, "/start_profile", 400)
     post(server, "/stop_profile")
 

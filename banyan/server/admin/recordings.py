@@ -27,8 +27,8 @@ _WRITE_S = 120.0
 
 class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_dir: str | None = None
-    num_steps: int | str | None = None
-    """The profile stops after this many steps. A text if it comes in the query."""
+    num_steps: int | None = None
+    """The profile stops after this many steps."""
     profile_prefix: str | None = None
 
 
@@ -61,11 +61,7 @@ async def stop_profile(exchange: HttpExchange, state: ServerState) -> None:
     await exchange.text(f"Stop profiling. {reply.text}\n")
 
 
-def _steps(given: int | str | None) -> int | None:
-    if isinstance(given, str):
-        if not (given.isascii() and given.isdecimal() and len(given) <= 9):
-            raise RequestError("num_steps must be a whole number.", param="num_steps")
-        given = int(given)
+def _steps(given: int | None) -> int | None:
     if given is not None and not 1 <= given < 10**9:
         raise RequestError(f"num_steps must be at least 1, got {given}.", param="num_steps")
     return given

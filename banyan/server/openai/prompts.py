@@ -101,8 +101,13 @@ def checked_ids(ids: list[int], service: Service, param: str) -> list[int]:
     """`ids` as given, or RequestError 400 naming the first outside the vocabulary."""
     size = service.limits.vocab_size
     for id in ids:
-        if type(id) is not int or not 0 <= id < size:
-            raise RequestError(f"{param} must be token ids in [0, {size}), got {id!r}", param=param)
+        if type(id) is not int:
+            raise RequestError(f"{param} must be a flat list of integers, got {id!r}", param=param)
+        if not 0 <= id < size:
+            raise RequestError(
+                f"{param} has an out-of-vocabulary id: ids are in [0, {size}), got {id}",
+                param=param,
+            )
     return ids
 
 

@@ -6,6 +6,7 @@ requests.sampling_params validates them for all APIs.
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -175,9 +176,14 @@ _AT_FIELD = re.compile(r"at `\$\.(\w+)")
 
 
 def typed(raw: Mapping[str, object], kind: type[T]) -> T:
-    """`raw` as a Struct of type `kind`; RequestError names the field of the wrong type."""
+    """`raw` as a Struct of type `kind`; RequestError names the field of the wrong type.
+
+    Numbers and booleans may be texts, as in a query: "15" is 15.
+    """
     try:
-        return msgspec.convert(raw, kind)
+        with suppress(msgspec.ValidationError):
+            return msgspec.convert(raw, kind)
+        return msgspec.convert(raw, kind, strict=False)
     except msgspec.ValidationError as error:
         text = str(error)
         found = _AT_FIELD.search(text) or re.search(r"required field `(\w+)`", text)
