@@ -123,7 +123,15 @@ PRIVATE_WORDS = re.compile(
     r"/(?:work|home|root|tmp|Users)/[\w.]|\b(?:TODO|FIXME|XXX)\b|\b(?:the|this|my) brief\b"
     r"|\bissue #\d",
 )
-MAX_FILE_LINES, MAX_STATEMENTS, MAX_PUBLIC_METHODS = 800, 60, 25
+MAX_FILE_LINES, MAX_STATEMENTS, MAX_PUBLIC_METHODS, MAX_ARGUMENTS = 800, 60, 12, 8
+MORE_PUBLIC_METHODS = {
+    "Ops": 25, "Operators": 22, "Engine": 18, "RadixTree": 18, "Library": 18, "Launch": 18,
+    "Group": 16, "EngineClient": 16, "RopeNumbers": 16, "ModelRunner": 16, "Rows": 15,
+    "EngineCore": 15, "DataParallelClient": 15, "StoreTier": 15, "StreamingText": 14,
+    "ResponseAnswer": 14, "UploadedFiles": 14, "KVCache": 13, "KVStore": 14, "Request": 13,
+    "RequestTable": 13, "DisaggregationSide": 13, "PrefillScheduling": 13, "DecodeScheduling": 13,
+}  # fmt: skip
+"""Classes above the limit, each with its number: none grows, and none joins."""
 MIN_FILE_LINES = 80
 SMALL_FILES = (
     *("bench_offline_throughput.py", "bench_one_batch.py", "bench_serving.py", "check_env.py"),
@@ -338,8 +346,13 @@ def is_too_long(path: Path, tree: ast.Module) -> Iterator[Finding]:
         if isinstance(node, ast.ClassDef):
             methods = [child.name for child in node.body if isinstance(child, FUNCTIONS)]
             count = sum(not name.startswith("_") for name in methods)
-            if count > MAX_PUBLIC_METHODS:
+            if count > MORE_PUBLIC_METHODS.get(node.name, MAX_PUBLIC_METHODS):
                 yield node.lineno, f"{node.name} has {count} public methods"
+            for child in node.body:
+                if isinstance(child, ast.FunctionDef) and child.name == "__init__":
+                    count = len(child.args.args) + len(child.args.kwonlyargs) - 1
+                    if count > MAX_ARGUMENTS:
+                        yield child.lineno, f"{node.name}() takes {count} arguments"
 
 
 @cache

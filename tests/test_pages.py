@@ -1,6 +1,7 @@
 """Pages: tables agree with the code, and sentences are short."""
 
 import ast
+import re
 
 import pytest
 
@@ -67,6 +68,33 @@ def test_sentences_are_short(page: pages.Path) -> None:
     mean, long = prose.measure(page)
     assert not long
     assert mean <= prose.MEAN
+
+
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def anchors(page: pages.Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return {
+        re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in HEADING.findall(text)
+    }
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*pages.ROOT.glob("*.md"), *pages.DOCS.glob("*.md"), *pages.ROOT.glob("examples/*.md")],
+    ids=lambda p: p.name,
+)
+def test_links_lead_to_files_and_headings_that_exist(page: pages.Path) -> None:
+    for path, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        if path.startswith(("http:", "https:", "mailto:")):
+            continue
+        target = (page.parent / path) if path else page
+        assert target.exists(), path
+        if anchor:
+            assert anchor in anchors(target), f"{path}#{anchor}"
 
 
 def test_the_length_of_sentences_is_counted_without_code_and_links() -> None:

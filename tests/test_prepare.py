@@ -15,7 +15,7 @@ from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.config.prepare import check_names, prepare
 from banyan.llm import Engine
-from tests.model_config.test_checkpoint import LLAMA, folder
+from tests.support.checkpoints import LLAMA, folder
 
 NOWHERE = "./no-such-model"
 NONSENSE = {

@@ -97,6 +97,17 @@ def nothing_of_tensors(names: Container[str], model_config: ModelConfig) -> Mode
     return model_config
 
 
+def limited(model_config: ModelConfig, length: int, why: str) -> ModelConfig:
+    """A model whose longest requests are not supported.
+
+    Args:
+        why: what longer requests would need, for messages.
+    """
+    if model_config.context_length <= length:
+        return model_config
+    return replace(model_config, context_length=length, context_limit=why)
+
+
 def kinds_by_heads(fields: CheckpointFields, num_layers: int) -> Kinds:
     """From a GGUF file: layers with KV heads have attention, the others keep states."""
     listed = fields.any("attention.head_count_kv")

@@ -1,6 +1,7 @@
 """Llama and its close relatives: the default of every form.
 
 Llama 1–3 (arXiv 2407.21783), SmolLM, TinyLlama, Mistral. GGUF: gguf-py, architecture "llama".
+Ministral 3 (published configurations of mistralai): the same with queries scaled by position.
 Mixtral (arXiv 2401.04088): Llama's attention and experts; GGUF has it as "llama" too.
 StarCoder2 (arXiv 2402.19173): layer norms with bias and a feed-forward block without a gate.
 Cohere 2 (Command R7B, Command A): one norm feeds attention and feed-forward in parallel. Window
@@ -15,11 +16,13 @@ from functools import partial
 
 from banyan.families.base import (
     GELU_TANH,
+    MAX_LENGTH,
     Biases,
     Family,
     GgufForm,
     HubForm,
     full_at_every,
+    limited,
     without_logits,
 )
 from banyan.families.experts import gguf_mixtral, gguf_olmoe, mixtral, olmoe
@@ -49,6 +52,21 @@ LLAMA = Family(
 
 LLAMA_BODY = replace(LLAMA, hub=HubForm(more=without_logits), gguf=None)
 """For embedding models and classifiers."""
+
+
+def _within_plain_scale(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Queries are scaled by 1 + β·log(1 + ⌊position / length⌋), which is 1 below the length."""
+    rope = fields.part("rope_parameters")
+    if rope is None or not rope.number("llama_4_scaling_beta", 0.0, 1e3, default=0.0):
+        return model_config
+    length = rope.integer("original_max_position_embeddings", 1, MAX_LENGTH)
+    return limited(model_config, length, "queries are not scaled by position")
+
+
+MINISTRAL3 = Family(
+    hub=HubForm(eps=1e-5, head_dim=128, more=_within_plain_scale),
+    names={"safetensors": NameMap(HUB_NAMES)},
+)
 
 
 MIXTRAL = Family(

@@ -16,6 +16,7 @@ _TEXT_PREFIXES = {
 _VISUAL = ("visual.",)
 _TOWER = ("vision_tower.", "multi_modal_projector.")
 _LLAVA = (*_TOWER, "image_newline")
+_SOUND = ("audio_tower.", "multi_modal_projector.")
 _IDEFICS = ("vision_model.", "connector.")
 _KIMI = ("vision_tower.", "mm_projector.")
 _STEP = ("vision_model.", "vit_downsampler", "vit_large_projector.", "multi_modal_projector.")
@@ -65,6 +66,16 @@ NESTED: Mapping[str, NestedForm] = {
     "LlavaForConditionalGeneration": NestedForm(_LLAVA),
     "LlavaNextForConditionalGeneration": NestedForm(_LLAVA),
     "LlavaOnevisionForConditionalGeneration": NestedForm(_LLAVA),
+    "VipLlavaForConditionalGeneration": NestedForm(_LLAVA),
+    "AyaVisionForConditionalGeneration": NestedForm(_TOWER, "Cohere2ForCausalLM"),
+    "Cohere2VisionForConditionalGeneration": NestedForm(_TOWER, "Cohere2ForCausalLM"),
+    "Lfm2VlForConditionalGeneration": NestedForm(_TOWER, "Lfm2ForCausalLM"),
+    "GotOcr2ForConditionalGeneration": NestedForm(_TOWER, "Qwen2ForCausalLM"),
+    "LightOnOcrForConditionalGeneration": NestedForm(
+        ("vision_encoder.", "vision_projection."), "Qwen3ForCausalLM"
+    ),
+    "Qwen2AudioForConditionalGeneration": NestedForm(_SOUND, "Qwen2ForCausalLM"),
+    "VoxtralForConditionalGeneration": NestedForm(_SOUND, "LlamaForCausalLM"),
     "InternVLForConditionalGeneration": NestedForm(_TOWER),
     "InternVLChatModel": NestedForm(("vision_model.", "mlp1."), key="llm_config"),
     "SmolVLMForConditionalGeneration": NestedForm(_IDEFICS),
@@ -107,6 +118,11 @@ _MISTRAL_7B = _LLAMA_7B | {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
 }
+_MINISTRAL3 = _MISTRAL_7B | {
+    "vocab_size": 131072,
+    "num_hidden_layers": 34,
+    "max_position_embeddings": 262144,
+}
 _GEMMA3 = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -119,6 +135,7 @@ _GEMMA3 = {
 TEXT_MODELS: Mapping[str, TextModel] = {
     "llama": TextModel("LlamaForCausalLM", _LLAMA_7B),
     "mistral": TextModel("MistralForCausalLM", _MISTRAL_7B),
+    "ministral3": TextModel("Ministral3ForCausalLM", _MINISTRAL3),
     "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
     "glm4v_text": TextModel(
         "Glm4ForCausalLM", {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5}

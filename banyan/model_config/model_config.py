@@ -352,6 +352,8 @@ class ModelConfig:
     """None = not quantized, or a GGUF file, whose tensors name their types."""
     dtype: str = "float32"
     outer: str = ""
+    context_limit: str = ""
+    """Why `context_length` is less than the checkpoint's; "" = it is the checkpoint's."""
     draft_fields: DraftModelFields | None = None
     num_mtp_layers: int = 0
     """MTP layers of the checkpoint, after the last layer of the model; not in `num_layers`."""

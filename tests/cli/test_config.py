@@ -10,7 +10,7 @@ from banyan.cli.main import main
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.config.reference import count_line
-from tests.model_config.test_checkpoint import LLAMA, folder
+from tests.support.checkpoints import LLAMA, folder
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, tuple[object, str]]:

@@ -17,7 +17,7 @@ from banyan.engine.model_loader import Phases, agree_on_memory, open_model, plan
 from banyan.formats.shards import size_of_weights
 from banyan.sim.layout import ParallelLayout, Weights, cache_groups
 from tests.models.families import tiny
-from tests.models.test_quant import quantised
+from tests.models.quantised_checkpoints import quantised
 from tests.support.lora import write_adapter
 from tests.system.checkpoint import write_tiny_model
 

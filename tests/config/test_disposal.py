@@ -8,7 +8,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.delete_checkpoint import ANY, OWN, Moment, check_deletion, delete_weight_files
 from banyan.config.schema import Config, LoadConfig
-from tests.config.test_resolve import MODEL_CONFIG
+from tests.support.configs import MODEL_CONFIG
 
 ASKED = Config(model=LoadConfig("here", tokenizer_path="elsewhere", deletes=OWN))
 AGREED = replace(ASKED, model=replace(ASKED.model, deletes=ANY))

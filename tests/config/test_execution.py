@@ -8,7 +8,7 @@ from banyan.base.errors import ConfigError
 from banyan.config.resolve import resolve
 from banyan.config.schema import Config
 from banyan.model_config.model_config import FULL, WINDOW
-from tests.config.test_resolve import MODEL_CONFIG, NOTHING, heard
+from tests.support.configs import MODEL_CONFIG, NOTHING, heard
 from tests.support.flags import config_of
 
 __all__ = ["heard"]

@@ -9,7 +9,7 @@ from banyan.config.resolve import resolve
 from banyan.config.rules.cache import store_wishes
 from banyan.config.schema import CacheConfig, Config, ParallelConfig
 from banyan.model_config.model_config import FULL, WINDOW
-from tests.config.test_resolve import MODEL_CONFIG, NOTHING
+from tests.support.configs import MODEL_CONFIG, NOTHING
 from tests.support.flags import config_of
 
 STORE = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]

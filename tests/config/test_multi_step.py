@@ -10,7 +10,7 @@ from banyan.config.defaults import settle
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
 from banyan.platform.cpu import CpuPlatform
-from tests.config.test_resolve import MODEL_CONFIG
+from tests.support.configs import MODEL_CONFIG
 
 MULTI_STEP = ("--num-continuous-decode-steps", "4")
 

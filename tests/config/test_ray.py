@@ -8,7 +8,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config import resolve
 from banyan.config.rules import parallel
-from tests.config.test_resolve import MODEL_CONFIG, NOTHING
+from tests.support.configs import MODEL_CONFIG, NOTHING
 from tests.support.flags import config_of
 
 

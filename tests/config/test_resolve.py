@@ -8,35 +8,11 @@ from banyan.base.errors import ConfigError
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare, resolve
 from banyan.config.schema import Config, LoadConfig, ParallelConfig, ScheduleConfig, ServerConfig
-from banyan.model_config.model_config import ModelConfig, QuantFacts
+from banyan.model_config.model_config import QuantFacts
 from banyan.model_config.quantization import form_of
-from tests.model_config.test_checkpoint import LLAMA, folder
+from tests.support.checkpoints import LLAMA, folder
+from tests.support.configs import MODEL_CONFIG, NOTHING
 from tests.support.flags import config_of
-
-NOTHING = Environment()
-MODEL_CONFIG = ModelConfig(
-    path="/weights",
-    format="gguf",
-    architecture="LlamaForCausalLM",
-    model_type="llama",
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    context_length=2048,
-)
-
-
-@pytest.fixture
-def heard(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> pytest.LogCaptureFixture:
-    """The package's log lines, whether or not logging was started before."""
-    monkeypatch.setattr(logging.getLogger("banyan"), "propagate", True)
-    return caplog
 
 
 def test_what_was_left_open_is_taken_from_the_model() -> None:

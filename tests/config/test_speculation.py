@@ -6,7 +6,7 @@ from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
-from tests.config.test_resolve import MODEL_CONFIG
+from tests.support.configs import MODEL_CONFIG
 
 
 def drafts_of(*words: str) -> int:

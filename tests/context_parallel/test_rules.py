@@ -8,8 +8,8 @@ from banyan.base.errors import ConfigError
 from banyan.config.resolve import resolve
 from banyan.config.rules.ignored import ignored_flags
 from banyan.model_config.model_config import ModelConfig, Pooling
-from tests.config.test_resolve import MODEL_CONFIG, NOTHING
 from tests.dp_attention.test_rules import EXPERTS
+from tests.support.configs import MODEL_CONFIG, NOTHING
 from tests.support.flags import config_of
 
 DIVIDED = ("--attn-cp-size", "2", "--tp", "4")

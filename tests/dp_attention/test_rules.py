@@ -9,7 +9,7 @@ from banyan.config.resolve import resolve
 from banyan.config.rules.ignored import ignored_flags
 from banyan.dp_attention.rules import of_replica
 from banyan.model_config.model_config import ExpertFacts, ModelConfig, Pooling
-from tests.config.test_resolve import MODEL_CONFIG, NOTHING
+from tests.support.configs import MODEL_CONFIG, NOTHING
 from tests.support.flags import config_of
 
 JOINED = ("--enable-dp-attention", "--dp", "2", "--tp", "4")

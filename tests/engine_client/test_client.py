@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from functools import wraps
 
 import pytest
 from msgspec import structs
@@ -11,33 +10,9 @@ from banyan.base.clock import VirtualClock
 from banyan.base.errors import BanyanError, RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.events import Failed, Fatal, Finished, Stats, Tokens
-from banyan.messages.requests import Abort, Generate, StopAt
-from banyan.messages.sampling_params import SamplingParams
+from banyan.messages.requests import Abort, StopAt
+from tests.support.clients import asynchronous, counting, events_of, generate
 from tests.support.fake_engine import serving, until
-
-
-def asynchronous(test):
-    @wraps(test)
-    def run(*args, **kwargs):
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
-
-    return run
-
-
-def generate(id="r", max_new_tokens=8):
-    return Generate(
-        request=RequestId(id),
-        tokens=b"\1\0\0\0",
-        sampling=SamplingParams(max_new_tokens=max_new_tokens),
-    )
-
-
-def counting(message):
-    return list(range(1, 101))
-
-
-async def events_of(stream):
-    return [event async for event in stream]
 
 
 @asynchronous

@@ -11,7 +11,7 @@ from banyan.messages.events import Failed, Finished, Stats
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.routing import ROUTES
-from tests.engine_client.test_client import asynchronous, events_of
+from tests.support.clients import asynchronous, events_of
 from tests.support.fake_engine import serving, until
 from tests.support.flags import config_of
 

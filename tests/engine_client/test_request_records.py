@@ -21,8 +21,8 @@ from banyan.engine_client.request_log import (
 )
 from banyan.engine_client.text_generator import open_generator
 from banyan.requests.generation import Usage, collect
-from tests.engine_client.test_client import asynchronous
 from tests.requests.test_generation import LIMITS, TOKENIZER, request
+from tests.support.clients import asynchronous
 from tests.support.fake_engine import ids_of, serving
 from tests.support.flags import config_of
 

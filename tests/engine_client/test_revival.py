@@ -14,7 +14,7 @@ from banyan.engine_client.desired_state import DesiredState
 from banyan.messages.events import Failed, Fatal, Finished, Ready, Reply, Tokens
 from banyan.messages.requests import Abort, Control, Generate
 from banyan.messages.transport import local_pair
-from tests.engine_client.test_client import asynchronous, counting, events_of, generate
+from tests.support.clients import asynchronous, counting, events_of, generate
 from tests.support.fake_engine import FakeEngine, serving, until
 
 READY = Ready(max_total_tokens=4096, max_request_tokens=1024, max_running=8)

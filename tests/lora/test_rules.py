@@ -14,7 +14,7 @@ from banyan.config.env import Environment
 from banyan.config.resolve import resolve
 from banyan.lora.adapter_files import AdapterPlace, named_adapters, read_adapter
 from banyan.model_config.model_config import ExpertFacts
-from tests.config.test_resolve import MODEL_CONFIG
+from tests.support.configs import MODEL_CONFIG
 from tests.support.lora import write_adapter
 
 

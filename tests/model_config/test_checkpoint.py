@@ -1,4 +1,3 @@
-import json
 import math
 from collections.abc import Callable
 from importlib import metadata
@@ -14,24 +13,8 @@ from banyan.base.errors import BanyanError, ConfigError, ModelError
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.from_gguf import llama3_divisors
 from banyan.model_config.model_config import FULL, WINDOW, ModelConfig
+from tests.support.checkpoints import LLAMA, folder
 
-LLAMA: dict[str, object] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": [2, 3],
-}
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -39,18 +22,6 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
-
-NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
-"""A whole safetensors file."""
-
-
-def folder(path: Path, config: object, **files: object) -> str:
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "model.safetensors").write_bytes(NO_TENSORS)
-    for name, content in files.items():
-        (path / f"{name}.json").write_text(json.dumps(content))
-    return str(path)
 
 
 def model_config_of(path: Path, **changes: object) -> ModelConfig:

@@ -17,7 +17,7 @@ from banyan.config.speculation import branching_flag, longest_branch, plan_draft
 from banyan.formats.safetensors import write_arrays
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.draft_model import draft_model_config, draft_of, find_draft_model
-from tests.model_config.test_checkpoint import LLAMA, folder
+from tests.support.checkpoints import LLAMA, folder
 from tests.support.flags import config_of
 
 SMALL = LLAMA | {"num_hidden_layers": 1}

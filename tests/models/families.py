@@ -7,12 +7,13 @@ import torch
 import transformers
 
 from tests.models.family_experts import EXPERTS
-from tests.models.family_sizes import LINEAR, LONGROPE, SEES, SIZES, WINDOW, YARN
+from tests.models.family_sizes import LINEAR, LONGROPE, SCALED, SEES, SIZES, WINDOW, YARN
 from tests.models.family_states import STATES
 
 VARIANTS: dict[str, tuple[str, dict]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral, window": ("Mistral", {**WINDOW, "head_dim": 10}),
+    "ministral3": ("Ministral3", {"rope_parameters": SCALED, "head_dim": 12}),
     "qwen2": ("Qwen2", {}),
     "qwen2, tied, some windows": (
         "Qwen2",

@@ -21,6 +21,13 @@ LONGROPE = {
     "original_max_position_embeddings": 128,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+SCALED = {
+    **YARN,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 SEES = {
     "hidden_size": 8,
     "num_hidden_layers": 1,

@@ -17,8 +17,8 @@ from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Groups, GroupsConfig, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import tiny
-from tests.models.test_families import PROMPT
 from tests.parallel.ranks import rank_processes
+from tests.support.logits import PROMPT
 
 EIGHT = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 VARIANTS = ("qwen2 moe, some dense", "gpt-oss")

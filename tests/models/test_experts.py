@@ -13,9 +13,9 @@ from banyan.ops.experts_api import Routing
 from banyan.parallel.groups import Groups, GroupsConfig, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import rewrite_config, tiny
-from tests.models.test_families import PROMPT, expected_logits, load
 from tests.models.test_step import first
 from tests.parallel.ranks import rank_processes
+from tests.support.logits import PROMPT, expected_logits, load
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,5 @@
 """Every family against transformers, from its saved checkpoint to logits over pages."""
 
-import copy
 import json
 from dataclasses import replace
 
@@ -14,9 +13,9 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from tests.models.families import EXPERTS, STATES, VARIANTS, rewrite_config, tiny
 from tests.models.test_recordable import torch_calls
+from tests.support.logits import PROMPT, assert_as_expected, expected_logits, load
 
 CPU = torch.device("cpu")
-PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
 
 
 _MINIMAX_FACTORS = [
@@ -27,28 +26,6 @@ _MINIMAX_FACTORS = [
 
 def _keys(folder):
     return list(json.loads((folder / "config.json").read_text()))
-
-
-def load(folder, ops):
-    return load_model(read_model_config(str(folder)), Build(ops))
-
-
-def expected_logits(reference, prompt=PROMPT):
-    with torch.no_grad():
-        return reference(torch.tensor([prompt])).logits[0]
-
-
-def assert_as_expected(logits, reference) -> None:
-    """Within 1e-4 of the reference, or as near to it as that is to itself in float64: how far
-    float32 goes astray in some models depends on the processor."""
-    expected = expected_logits(reference)
-    assert expected.std() > 0.02
-    bound = 1e-4
-    if (logits - expected).abs().max() > bound:
-        exact = expected_logits(copy.deepcopy(reference).double())
-        bound = max(bound, float((expected - exact).abs().max()))
-        assert bound < 1e-3 * float(expected.std())
-    torch.testing.assert_close(logits, expected, atol=bound, rtol=0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS | EXPERTS | STATES)

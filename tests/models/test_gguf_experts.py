@@ -18,8 +18,8 @@ from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.parallel.groups import ALONE, Group
 from tests.models.families import EXPERTS, tiny
-from tests.models.test_families import PROMPT, load
-from tests.models.test_gguf import interleave
+from tests.support.gguf import interleave
+from tests.support.logits import PROMPT, load
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -11,8 +11,8 @@ from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from tests.models.families import LONGROPE, VARIANTS, tiny
-from tests.models.test_families import PROMPT, expected_logits
-from tests.models.test_gguf import interleave
+from tests.support.gguf import interleave
+from tests.support.logits import PROMPT, expected_logits
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -165,7 +165,7 @@ def random_blocks(name, shape, seed):
 
 def test_a_mix_of_k_types_within_one_projection(tiny_llama, ops, paged, tmp_path):
     """v and the feed-forward's way back are finer than the rest, as in published Q4_K_M files."""
-    from tests.models.test_gguf import gguf_name
+    from tests.support.gguf import gguf_name
 
     reference, model_config = tiny_llama(
         hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2

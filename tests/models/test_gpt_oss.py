@@ -14,7 +14,7 @@ from banyan.models.weights.loader import load_model, tensors_of
 from banyan.ops.bind import bind
 from banyan.parallel.groups import ALONE, Group
 from tests.models.families import YARN, rewrite_config, tiny
-from tests.models.test_families import PROMPT, expected_logits, load
+from tests.support.logits import PROMPT, expected_logits, load
 
 KIND = gguf.GGMLQuantizationType.MXFP4
 CPU = torch.device("cpu")

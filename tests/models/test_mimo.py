@@ -4,7 +4,7 @@ import torch
 
 from banyan.model_config.checkpoint import read_model_config
 from tests.models.drafting import tiny_mimo
-from tests.models.test_families import PROMPT, load
+from tests.support.logits import PROMPT, load
 
 
 @torch.no_grad()

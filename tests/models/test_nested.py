@@ -2,17 +2,23 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from banyan.base.errors import ModelError
+from banyan.base.errors import ConfigError, ModelError
+from banyan.config.env import Environment
+from banyan.config.rules.model import limit_context
 from banyan.layers.build import Build
+from banyan.lora.load import load_adapter
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
-from tests.models.family_sizes import SIZES
+from tests.models.family_sizes import SCALED, SIZES
+from tests.models.test_adapters import enter, opened, random_peft, show
+from tests.support.flags import config_of
 
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(40)]
 TEXT = SIZES | {"head_dim": 12}
@@ -40,6 +46,7 @@ _SIGLIP = {
     "patch_size": 14,
 }
 _CLIP = _SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 8}
+_SIGLIP2 = _SIGLIP | {"model_type": "siglip_vision_model"}
 _PIXTRAL = _SIGLIP | {"model_type": "pixtral", "head_dim": 4}
 _SQUARE = _SIGLIP | {"image_size": [28, 28], "patch_size": [14, 14]}
 _FOUR = {"num_attention_heads": 4, "head_dim": None}
@@ -85,13 +92,62 @@ VARIANTS: dict[str, tuple[str, dict, dict]] = {
     ),
     "gemma3": ("Gemma3", {"sliding_window": 7, "num_hidden_layers": 7}, _SIGLIP),
     "mistral3": ("Mistral3", {"model_type": "mistral"}, _PIXTRAL),
+    "mistral3, ministral3": (
+        "Mistral3",
+        {"model_type": "ministral3", "rope_parameters": SCALED},
+        _PIXTRAL,
+    ),
+    "aya vision": ("AyaVision", {"model_type": "cohere2", "sliding_window": 7}, _SIGLIP2),
+    "command a vision": ("Cohere2Vision", {"model_type": "cohere2", "sliding_window": 7}, _SIGLIP2),
+    "lfm2 vl": (
+        "Lfm2Vl",
+        {"model_type": "lfm2", **_FOUR, "layer_types": ["conv", "full_attention"] * 2},
+        _SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 4},
+    ),
+    "got ocr 2": (
+        "GotOcr2",
+        {"model_type": "qwen2", **_FOUR},
+        {
+            "hidden_size": 8,
+            "output_channels": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+            "mlp_dim": 16,
+            "window_size": 2,
+            "global_attn_indexes": [0],
+        },
+    ),
+    "lighton ocr": ("LightOnOcr", {"model_type": "qwen3"}, _PIXTRAL),
+    "vip llava": ("VipLlava", {"model_type": "llama"}, _CLIP),
+    "qwen2 audio": (
+        "Qwen2Audio",
+        {"model_type": "qwen2", **_FOUR},
+        {
+            "d_model": 16,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 16,
+        },
+    ),
+    "voxtral": (
+        "Voxtral",
+        {"model_type": "llama"},
+        {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+        },
+    ),
     "llava, llama": ("Llava", {"model_type": "llama"}, _CLIP),
     "llava, qwen2": ("Llava", {"model_type": "qwen2", **_FOUR}, _CLIP),
     "llava next": ("LlavaNext", {"model_type": "mistral"}, _CLIP),
     "llava onevision": (
         "LlavaOnevision",
         {"model_type": "qwen2", **_FOUR},
-        _SIGLIP | {"model_type": "siglip_vision_model"},
+        _SIGLIP2,
     ),
     "internvl, qwen3": ("InternVL", {"model_type": "qwen3"}, _SQUARE),
     "internvl, experts": (
@@ -119,7 +175,7 @@ VARIANTS: dict[str, tuple[str, dict, dict]] = {
     ),
     "kimi k2.5": ("Kimi_K25", {**_DEEPSEEK, **_LATENT}, _VIT | {"num_attention_heads": 2}),
 }
-"""Name -> transformers' name of the model, changes of its text part, and its vision part."""
+"""Name -> transformers' name of the model, changes of its text part, and its tower."""
 
 
 _TOWERS = (
@@ -135,7 +191,8 @@ def tiny(variant: str, folder, **outer):
     text = {key: value for key, value in (TEXT | text).items() if value is not None}
     torch.manual_seed(11)
     made = getattr(transformers, f"{name}Config")
-    config = made(text_config=text, vision_config=vision, **outer)
+    tower = "audio_config" if "audio_config" in made.sub_configs_defaults else "vision_config"
+    config = made(text_config=text, **{tower: vision}, **outer)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
@@ -169,10 +226,15 @@ def rewrite(folder, change) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def assert_as_transformers(reference, folder, ops, paged) -> None:
-    """Logits of a prompt of text within 1e-4 of the reference's."""
+def assert_as_transformers(reference, folder, ops, paged, scale: float = 1.0) -> None:
+    """Logits of a prompt of text within 1e-4 of the reference's.
+
+    Args:
+        scale: factor on the reference's logits; transformers' multimodal classes leave out
+            `logit_scale` of Cohere 2, which its class for text applies.
+    """
     with torch.no_grad():
-        expected = reference(torch.tensor([PROMPT])).logits[0]
+        expected = reference(torch.tensor([PROMPT])).logits[0] * scale
     (logits,) = paged(load_model(read_model_config(str(folder)), Build(ops))).step([(0, PROMPT)])
     assert expected.std() > 0.02
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
@@ -182,7 +244,8 @@ def assert_as_transformers(reference, folder, ops, paged) -> None:
 def test_logits_of_text_equal_those_of_transformers(variant, ops, paged, tmp_path):
     reference = tiny(variant, tmp_path)
 
-    assert_as_transformers(reference, tmp_path, ops, paged)
+    scale = 0.0625 if "cohere2" in VARIANTS[variant][1].values() else 1.0
+    assert_as_transformers(reference, tmp_path, ops, paged, scale)
 
 
 def test_stacks_of_experts_with_their_inputs_first_are_read(ops, paged, tmp_path):
@@ -278,6 +341,7 @@ def test_the_makers_form_of_internvl_is_read(ops, paged, tmp_path):
     [
         ("llava, llama", transformers.LlamaConfig),
         ("llava next", transformers.MistralConfig),
+        ("mistral3, ministral3", transformers.Ministral3Config),
         ("gemma3", transformers.Gemma3TextConfig),
     ],
 )
@@ -309,3 +373,30 @@ def test_an_unknown_text_model_is_refused_with_the_known_ones(tmp_path):
         read_model_config(str(tmp_path))
 
     assert "qwen3_moe" in caught.value.hint
+
+
+def test_adapters_name_layers_as_the_checkpoint_does(ops, paged, tmp_path):
+    reference = tiny("qwen3 vl", tmp_path / "base")
+    adapted = random_peft(reference, tmp_path / "adapter", target_modules=["q_proj", "o_proj"], r=4)
+    with torch.no_grad():
+        expected = adapted(torch.tensor([PROMPT])).logits[0]
+    model, base = opened(tmp_path / "base", ops)
+
+    enter(base, 1, load_adapter(str(tmp_path / "adapter"), base))
+    show(base, [1] * len(PROMPT))
+
+    (logits,) = paged(model).step([(0, PROMPT)])
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("allows", [False, True])
+def test_requests_end_where_queries_would_be_scaled_by_position(allows, tmp_path):
+    tiny("mistral3, ministral3", tmp_path)
+    model_config = read_model_config(str(tmp_path))
+    assert model_config.context_length == 64
+    environment = replace(Environment(), allow_longer_context=allows)
+
+    asked = config_of("--model-path", str(tmp_path), "--context-length", "65")
+
+    with pytest.raises(ConfigError, match="65 is more than 64: queries are not scaled"):
+        limit_context(asked, model_config, environment)

@@ -27,7 +27,7 @@ from tests.models.quantised_checkpoints import (
     rewrite_weights,
     spoil,
 )
-from tests.models.test_families import PROMPT, load
+from tests.support.logits import PROMPT, load
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from banyan.ops.stored import RawTensor, StoredWeight
 from tests.models.families import rewrite_config, tiny
 from tests.models.quantised import FORMS, Form, by_block
 from tests.models.quantised_checkpoints import quantised, restore
-from tests.models.test_families import PROMPT, load
+from tests.support.logits import PROMPT, load
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from banyan.ops.stored import RawTensor, StoredWeight
 from tests.models.families import rewrite_config
 from tests.models.quantised import FORMS, modelslim_four_bits, modelslim_packed, quark_settings
 from tests.models.quantised_checkpoints import BROKEN, quantised, spoil
-from tests.models.test_families import load
+from tests.support.logits import load
 
 SCALES = {
     "fp8 in blocks": "weight_scale_inv",

@@ -17,8 +17,8 @@ from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from tests.models.families import rewrite_config, tiny
-from tests.models.test_families import PROMPT, expected_logits, load
 from tests.runner.test_recorded_families import open_runner, requests, scores
+from tests.support.logits import PROMPT, expected_logits, load
 from tests.support.runner_driver import Driver
 
 FIRST = {

@@ -15,8 +15,8 @@ from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 from banyan.parallel.groups import ALONE, Group, Groups, GroupsConfig, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import tiny
-from tests.models.test_gguf import convert
 from tests.parallel.ranks import rank_processes
+from tests.support.gguf import convert
 
 CPU = torch.device("cpu")
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(30)]

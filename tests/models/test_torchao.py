@@ -17,8 +17,8 @@ from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.bind import bind
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import tiny
-from tests.models.test_families import PROMPT
 from tests.models.test_gguf_families import convert
+from tests.support.logits import PROMPT
 
 SIZES = {
     **{"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 320},

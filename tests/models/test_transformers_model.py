@@ -11,7 +11,7 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.models.transformers_model import load_transformers_model
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import SIZES, VARIANTS, rewrite_config, tiny
-from tests.models.test_families import PROMPT, expected_logits
+from tests.support.logits import PROMPT, expected_logits
 
 CPU = torch.device("cpu")
 OTHERS = {

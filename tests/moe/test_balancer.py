@@ -9,7 +9,7 @@ from banyan.moe.balancer import ExpertBalancer, moves
 from banyan.moe.eplb import trivial
 from banyan.moe.expert_location import ExpertMap
 from banyan.moe.routing_record import ExpertLayers
-from tests.moe.test_rules import SHARED, config_with
+from tests.support.experts import SHARED, config_with
 
 LAYERS = ExpertLayers(count=4, per_token=2, layers=4, sparse=(0, 1, 3))
 MUCH_LIKED = np.array([[[0, 1], [0, 1], [0, 2], [0, 3]]] * 3)

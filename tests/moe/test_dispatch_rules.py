@@ -13,8 +13,8 @@ from banyan.config.resolve import resolve
 from banyan.config.rules.ignored import ignored_flags
 from banyan.config.schema import Config
 from banyan.moe.rules import LIMIT, check_exchange_size, sends_rows, slot_bytes
-from tests.config.test_resolve import MODEL_CONFIG, NOTHING
-from tests.moe.test_rules import EXPERTS
+from tests.support.configs import MODEL_CONFIG, NOTHING
+from tests.support.experts import EXPERTS
 
 DEEPEP = ("--moe-a2a-backend", "deepep")
 FUSED = ("--moe-a2a-backend", "ascend_fuseep")

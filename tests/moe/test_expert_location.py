@@ -11,7 +11,7 @@ from banyan.config.schema import ExpertsConfig
 from banyan.formats.safetensors import write_arrays
 from banyan.moe.expert_location import ExpertMap, open_expert_map, read_location
 from banyan.parallel.groups import Group, Groups
-from tests.moe.test_rules import EXPERTS, config_with
+from tests.support.experts import EXPERTS, config_with
 
 MAP = [[0, 1, 2, 3, 3, 0], [1, 0, 3, 2, 1, 2]]
 

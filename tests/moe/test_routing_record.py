@@ -12,7 +12,7 @@ from banyan.formats.safetensors import read_arrays
 from banyan.messages.control_ops import RecordExperts
 from banyan.moe.expert_watch import ExpertWatch
 from banyan.moe.routing_record import ExpertLayers, ExpertRecord, refuse_to_record
-from tests.moe.test_rules import config_with
+from tests.support.experts import config_with
 
 PLACES = ExpertLayers(count=6, per_token=2, layers=4, sparse=(1, 2, 3))
 

@@ -1,22 +1,12 @@
 """What goes with the flags of experts, before anything is loaded."""
 
-from dataclasses import replace
-
 import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.config.resolve import resolve
-from banyan.config.schema import Config
-from banyan.model_config.model_config import ExpertFacts
-from tests.config.test_resolve import MODEL_CONFIG, NOTHING
+from tests.support.configs import MODEL_CONFIG, NOTHING
+from tests.support.experts import SHARED, config_with
 from tests.support.flags import config_of
-
-EXPERTS = replace(MODEL_CONFIG, experts=ExpertFacts(count=4, per_token=2, inner=32))
-SHARED = ("--tp", "2", "--ep", "2")
-
-
-def config_with(*flags: str) -> Config:
-    return resolve(config_of(*flags), EXPERTS, NOTHING)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from banyan.model_config.model_config import ExpertFacts
 from banyan.ops import bind
 from banyan.ops.cuda import needs
 from banyan.platform.cpu import CpuPlatform
-from tests.moe.test_rules import MODEL_CONFIG
+from tests.support.configs import MODEL_CONFIG
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
 

@@ -21,11 +21,11 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.model_config.checkpoint import read_model_config
 from banyan.parallel.groups import ALONE, GroupsConfig, open_groups
 from banyan.runner.runner import ModelRunner
-from tests.config.test_resolve import MODEL_CONFIG
 from tests.models.families import tiny
 from tests.parallel.ranks import needs_compiler, together
 from tests.parallel.test_joined import VOCAB, are_close, open_runner, outcome
 from tests.parallel.test_steps import SIZES, Grouped
+from tests.support.configs import MODEL_CONFIG
 from tests.support.flags import config_of
 from tests.support.runner_driver import PAGE, Request, greedy
 

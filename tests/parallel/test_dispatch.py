@@ -22,11 +22,11 @@ from banyan.moe.expert_location import ExpertMap
 from banyan.moe.layer import ExpertBlock
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Groups
-from tests.config.test_resolve import NOTHING
 from tests.models.families import tiny
-from tests.moe.test_rules import EXPERTS
 from tests.parallel.ranks import meet, needs_compiler, together
 from tests.parallel.test_joined import Layout, answer_all
+from tests.support.configs import NOTHING
+from tests.support.experts import EXPERTS
 from tests.support.flags import config_of
 
 IS_ALL = os.environ.get("PARALLEL") == "all"

@@ -8,8 +8,8 @@ from banyan.base.errors import ConfigError, DeviceError
 from banyan.engine.model_loader import Phases, open_model
 from banyan.parallel.collectives import COLLECTIVES, Rendezvous, open_collectives
 from banyan.parallel.groups import Group, GroupsConfig, open_groups
-from tests.config.test_resolve import MODEL_CONFIG
 from tests.parallel.ranks import LIBRARIES, meet, needs_compiler
+from tests.support.configs import MODEL_CONFIG
 from tests.support.flags import config_of
 
 

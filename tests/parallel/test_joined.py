@@ -35,10 +35,10 @@ from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
-from tests.config.test_resolve import MODEL_CONFIG
 from tests.models.families import tiny
 from tests.parallel.ranks import meet, needs_compiler, together
 from tests.parallel.test_steps import SIZES, Grouped
+from tests.support.configs import MODEL_CONFIG
 from tests.support.flags import config_of
 from tests.support.runner_driver import PAGE, Request, greedy
 

@@ -13,7 +13,7 @@ from banyan.requests.generate_request import parse_native
 from banyan.requests.generate_response import NativeService, NativeSettings
 from banyan.requests.request_spec import namespace_of
 from banyan.requests.sampling_params import Limits
-from tests.engine_client.test_client import asynchronous
+from tests.support.clients import asynchronous
 from tests.support.fake_engine import EOS, VOCAB, ids_of, letters, logprob_of, serving, until
 from tests.support.flags import config_of
 

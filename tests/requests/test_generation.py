@@ -23,7 +23,7 @@ from banyan.requests.generation import (
 from banyan.requests.request_spec import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions, spec_of
 from banyan.requests.sampling_params import Limits
 from banyan.tokenizer.stop_strings import TextOptions
-from tests.engine_client.test_client import asynchronous
+from tests.support.clients import asynchronous
 from tests.support.fake_engine import EOS, VOCAB, ids_of, letters, logprob_of, serving, until
 
 TOKENIZER = letters()

@@ -15,7 +15,7 @@ from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
 from tests.models import test_gguf_hybrids
 from tests.models.families import tiny
-from tests.models.test_families import expected_logits
+from tests.support.logits import expected_logits
 from tests.support.runner_driver import PAGE, Driver, Request, greedy
 
 CPU = torch.device("cpu")

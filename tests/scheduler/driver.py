@@ -13,7 +13,7 @@ from banyan.messages.plan import SAMPLE, CopyResult, RowFailure, StepPlan, StepR
 from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import Priorities, SchedulerLimits
-from tests.config.test_resolve import MODEL_CONFIG
+from tests.support.configs import MODEL_CONFIG
 from tests.support.flags import config_of
 
 VOCAB = 97

@@ -12,8 +12,8 @@ from banyan.messages.requests import Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.budget import NewTokenRatio
 from banyan.scheduler.request import Request
-from tests.config.test_resolve import MODEL_CONFIG
 from tests.scheduler.driver import TASTE, Driver
+from tests.support.configs import MODEL_CONFIG
 
 
 def spec_under(*flags, **variables):

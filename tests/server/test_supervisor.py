@@ -15,8 +15,8 @@ from banyan.messages.events import Fatal, Ready, Stats
 from banyan.messages.transport import SocketEngineLink
 from banyan.model_config.model_config import ModelConfig
 from banyan.server.lifecycle.supervisor import Supervisor
-from tests.engine_client.test_client import asynchronous
 from tests.server.fakes import MODEL_CONFIG
+from tests.support.clients import asynchronous
 from tests.support.flags import config_of
 
 READY = Ready(max_total_tokens=64, max_request_tokens=64, max_running=1)

@@ -9,8 +9,8 @@ import pytest
 
 from banyan.llm import Engine
 from tests.models.drafting import tiny_blocks
-from tests.system.test_hidden_drafts import given_up
-from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told
+from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, start, told
+from tests.support.hidden_drafts import given_up
 
 WHOLE = pytest.mark.skipif(os.environ.get("DRAFTS") != "all", reason="make test-drafts runs it")
 BLOCKS = "blocks"

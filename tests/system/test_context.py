@@ -9,11 +9,11 @@ import pytest
 import banyan
 from banyan.base.errors import ConfigError
 from tests.models.families import tiny
+from tests.support.drafts import REQUESTS, start, told
+from tests.support.drafts import answers as ask
+from tests.support.hidden_drafts import ahead, with_words
 from tests.system.serving import free_port, serving, wait_ready
-from tests.system.test_hidden_drafts import ahead, with_words
 from tests.system.test_nodes import FEW, node, outputs
-from tests.system.test_speculation import REQUESTS, start, told
-from tests.system.test_speculation import answers as ask
 
 ALL = bool(os.environ.get("PARALLEL"))
 IN_ALL = pytest.mark.skipif(not ALL, reason="make test-parallel")

@@ -16,8 +16,8 @@ from banyan.config.prepare import prepare
 from banyan.engine.model_loader import Phases, open_model
 from banyan.llm import Engine
 from tests.models.families import tiny
+from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, start, told
 from tests.support.flags import config_of
-from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told
 
 
 def like(model: Path, folder: Path, noise: float) -> Path:

@@ -12,6 +12,7 @@ import pytest
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.llm import Engine
 from tests.models.families import tiny
+from tests.support.handoff import CASES, GREEDY, PROMPT, is_whole, told
 from tests.system.handing import (
     FLAGS,
     WAIT_S,
@@ -24,11 +25,8 @@ from tests.system.handing import (
 )
 from tests.system.serving import wait_until
 
-PROMPT = [i * 7 % 400 + 5 for i in range(300)]
-GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 ROLES = ("prefill", "decode")
 ALL = bool(os.environ.get("PARALLEL"))
-SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
 
 
 @pytest.fixture(scope="module")
@@ -44,49 +42,9 @@ def pair(tiny_model: Path) -> Iterator[Pair]:
         yield found
 
 
-def told(found: dict) -> dict[str, object]:
-    """Tokens and log-probabilities, bit for bit, and why it ended."""
-    meta = found["meta_info"]
-    names = ("output_token_logprobs", "input_token_logprobs", "output_top_logprobs")
-    scores = {name: meta.get(name) for name in names}
-    return {"ids": found["output_ids"], "end": meta["finish_reason"], **scores}
-
-
-def is_whole(engine: Engine) -> bool:
-    """Every page is free or cached, and no request is left."""
-    (state,) = engine.get_server_info()["internal_states"]
-    stats = state["stats"]
-    is_idle = not stats["running"] and not stats["waiting"] and not stats["held_pages"]
-    is_idle = is_idle and not stats["open_rooms"]
-    return is_idle and stats["free_pages"] + stats["cached_pages"] == stats["total_pages"]
-
-
 def open_rooms(engine: Engine) -> int:
     (state,) = engine.get_server_info()["internal_states"]
     return state["stats"]["open_rooms"]
-
-
-CASES = {
-    "greedy": {"sampling_params": GREEDY},
-    "scores": {"sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2},
-    "scores of the prompt": {
-        "sampling_params": GREEDY,
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    },
-    "seeded": {
-        "sampling_params": {"temperature": 1.0, "sampling_seed": 7, "max_new_tokens": 12},
-        "return_logprob": True,
-    },
-    "penalties": {
-        "sampling_params": {**GREEDY, "frequency_penalty": 1.0, "repetition_penalty": 1.3}
-    },
-    "a schema": {"sampling_params": {**GREEDY, "max_new_tokens": 24, "json_schema": SCHEMA}},
-    "one token": {"sampling_params": {**GREEDY, "max_new_tokens": 1}, "return_logprob": True},
-    "no token": {"sampling_params": {**GREEDY, "max_new_tokens": 0}},
-    "a stop text": {"sampling_params": {**GREEDY, "max_new_tokens": 40, "stop": ["e"]}},
-    "several": {"sampling_params": {"temperature": 1.0, "sampling_seed": 3, "n": 3}},
-}
 
 
 @pytest.mark.parametrize("length", [3, 16, 33, 64, 300])

@@ -8,13 +8,13 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.models.families import tiny
+from tests.support.handoff import GREEDY, PROMPT, is_whole, told
+from tests.support.hidden_drafts import TREE, with_words
 from tests.support.lora import write_adapter
-from tests.system.handing import WAIT_S, Pair, engines
+from tests.system.handing import FLAGS, WAIT_S, Pair, engines
 from tests.system.serving import wait_until
 from tests.system.test_draft_models import like
-from tests.system.test_handoff import FLAGS, GREEDY, PROMPT, is_whole, told
 from tests.system.test_handoff_ranks import JOINED
-from tests.system.test_hidden_drafts import TREE, with_words
 
 ALL = bool(os.environ.get("PARALLEL"))
 DRAFTS = 3

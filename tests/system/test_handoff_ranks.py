@@ -12,9 +12,9 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.models.families import tiny
-from tests.system.handing import WAIT_S, Pair, engines, servers
+from tests.support.handoff import CASES, GREEDY, PROMPT, is_whole
+from tests.system.handing import FLAGS, WAIT_S, Pair, engines, servers
 from tests.system.serving import Server, status_of, wait_until
-from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, is_whole
 
 ALL = bool(os.environ.get("PARALLEL"))
 LARGE = 32

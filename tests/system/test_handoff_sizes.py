@@ -9,11 +9,11 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.models.families import tiny
-from tests.system.handing import WAIT_S, Pair, engines
+from tests.support.handoff import CASES, GREEDY, PROMPT, is_whole
+from tests.support.hidden_drafts import with_words
+from tests.system.handing import FLAGS, WAIT_S, Pair, engines
 from tests.system.serving import wait_until
-from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, is_whole
 from tests.system.test_handoff_ranks import TP2, told
-from tests.system.test_hidden_drafts import with_words
 
 ALL = bool(os.environ.get("PARALLEL"))
 SIZES = [(16, 64), (64, 16), (16, 128), (128, 16), (64, 128), (128, 64)] if ALL else [(64, 16)]

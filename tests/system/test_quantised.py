@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import ConfigError
 from tests.models.families import rewrite_config
 from tests.models.quantised import FORMS
-from tests.models.test_quant import rewrite_weights
+from tests.models.quantised_checkpoints import rewrite_weights
 from tests.system.test_flag_effects import prompt_scores
 
 

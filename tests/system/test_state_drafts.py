@@ -9,8 +9,8 @@ import pytest
 
 from tests.models.drafting import tiny_next
 from tests.models.families import tiny
-from tests.system.test_hidden_drafts import ahead, given_up
-from tests.system.test_speculation import REPEATS, REQUESTS, answers, start, told
+from tests.support.drafts import REPEATS, REQUESTS, answers, start, told
+from tests.support.hidden_drafts import ahead, given_up
 
 WHOLE = pytest.mark.skipif(os.environ.get("DRAFTS") != "all", reason="make test-drafts runs it")
 SIZES = {"vocab_size": 512, "max_position_embeddings": 2048}

@@ -14,9 +14,9 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.llm import Engine
 from tests.ascend.emulation import build
-from tests.system.handing import WAIT_S, Servers, engines, fresh_room, servers
+from tests.support.handoff import CASES, GREEDY, PROMPT, told
+from tests.system.handing import FLAGS, WAIT_S, Servers, engines, fresh_room, servers
 from tests.system.serving import free_port, serving, settled, status_of, wait_until
-from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, told
 from tests.system.test_handoff_sizes import KINDS, computed, settle, written
 
 BACKENDS = ("mooncake", "nixl")

@@ -67,7 +67,18 @@ def check_journal(config: Config, model_config: ModelConfig, environment: Enviro
 
 
 def limit_context(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
-    wanted = config.model.context_length
+    wanted, why = config.model.context_length, model_config.context_limit
+    if why:
+        log.warning(
+            "the longest request has %d tokens, fewer than the model was trained for: %s",
+            model_config.context_length,
+            why,
+        )
+        if wanted > model_config.context_length:
+            raise ConfigError(
+                f"--context-length {wanted:,} is more than {model_config.context_length:,}: {why}",
+                hint="lower it, or leave it out",
+            )
     if wanted > model_config.context_length and not environment.allow_longer_context:
         raise ConfigError(
             f"--context-length {wanted:,} is more than the model's "

@@ -13,10 +13,10 @@ import pytest
 import banyan
 from banyan.base.errors import BanyanError
 from tests.ascend.emulation.device import EmulatedNpu
-from tests.ascend.emulation.test_families import IN_ALL, LATENT, ROOM, compare, start
 from tests.ascend.emulation.test_quantised import MADE
 from tests.models.families import tiny
-from tests.models.test_quant import rewrite_weights
+from tests.models.quantised_checkpoints import rewrite_weights
+from tests.support.emulated import IN_ALL, LATENT, ROOM, compare, start
 from tests.support.lora import write_adapter
 from tests.system.checkpoint import write_tiny_model
 from tests.system.test_lora_beside import random_adapter

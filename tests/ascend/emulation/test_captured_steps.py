@@ -18,8 +18,8 @@ from banyan.runner.captured_forward import CapturedForward
 from tests.ascend.emulation.device import EmulatedNpu
 from tests.ascend.emulation.graph import Graph
 from tests.ascend.emulation.test_drafts import made
-from tests.ascend.emulation.test_families import CAPTURED, IN_ALL, LATENT, ROOM, start
 from tests.models.families import tiny
+from tests.support.emulated import CAPTURED, IN_ALL, LATENT, ROOM, start
 
 DENSE, LATENTS, SPARSE = "dense", "latents", "an indexer"
 MODELS = {

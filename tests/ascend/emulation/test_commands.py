@@ -12,15 +12,15 @@ import pytest
 
 from tests.ascend.emulation import commands
 from tests.ascend.emulation.commands import LINES
-from tests.ascend.emulation.test_families import LATENT
 from tests.ascend.emulation.test_prologue import ALL, DEEPSEEK
 from tests.models.families import rewrite_config, tiny
 from tests.models.quantised import FORMS
-from tests.models.test_quant import rewrite_weights
+from tests.models.quantised_checkpoints import rewrite_weights
+from tests.support.emulated import LATENT
+from tests.support.hidden_drafts import with_words
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import Servers
 from tests.system.serving import Server, free_port, launch, status_of, wait_until
-from tests.system.test_hidden_drafts import with_words
 from tests.system.test_transfer_engines import needs
 
 IS_WHOLE = os.environ.get("NPU_CASES") == "all"

@@ -1,7 +1,7 @@
 """`banyan config --device npu`: what each documented flag comes to on the chip."""
 
 from banyan.cli.main import main
-from tests.model_config.test_checkpoint import LLAMA, folder
+from tests.support.checkpoints import LLAMA, folder
 
 
 def test_each_documented_flag_is_told_with_its_outcome(npu, tmp_path, capsys, monkeypatch) -> None:

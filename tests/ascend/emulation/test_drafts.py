@@ -9,9 +9,9 @@ import banyan
 from banyan.ascend.ops import paged_attention
 from banyan.base.errors import BanyanError
 from tests.ascend.emulation.device import EmulatedNpu
-from tests.ascend.emulation.test_families import CAPTURED, IS_WHOLE, LATENT, ROOM, compare, start
 from tests.models.drafting import tiny_eagle, tiny_eagle3, tiny_mtp
 from tests.models.families import tiny
+from tests.support.emulated import CAPTURED, IS_WHOLE, LATENT, ROOM, compare, start
 
 WAYS = {"captured": {"cuda_graph_bs": [1, 2, 4]}, "eager": {"disable_cuda_graph": True}}
 LENGTHS = (150, 21, 9)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.ascend.emulation.device import EmulatedNpu
-from tests.ascend.emulation.test_families import NEAR, compare
-from tests.ascend.emulation.test_ranks import IN_ALL, LENGTHS, TOKENS, start
 from tests.models.families import tiny
+from tests.support.emulated import NEAR, compare
+from tests.support.emulated_ranks import IN_ALL, LENGTHS, TOKENS, start
 
 CPU = {"device": "cpu", "dtype": "float32", "cpu_activations": "fp32"}
 IDS = [[(7 * i * i + 3 * i + n) % 97 for i in range(n)] for n in LENGTHS]

@@ -5,9 +5,6 @@ are near each other, and tokens equal wherever the CPU's best is clear of the se
 one after another, so that steps of many rows run eagerly and those of few in graphs.
 """
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,41 +15,13 @@ from banyan.base.errors import BanyanError
 from tests.ascend.emulation.device import EmulatedNpu
 from tests.ascend.emulation.graph import Graph
 from tests.models.families import tiny
+from tests.support.emulated import CAPTURED, IN_ALL, ROOM, compare, start
 
-NEAR = 0.02
-"""How far apart two log-probabilities may be; the best must be twice as far from the second."""
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
-CAPTURED = {
-    "qwen3": {"head_dim": 128},
-    "gemma3": {"head_dim": 128},
-    "gpt-oss": {"head_dim": 64},
-    "qwen3 moe": {"head_dim": 16},
-    "deepseek v2": LATENT,
-    "deepseek v3.2": LATENT | {"index_head_dim": 128},
-}
-"""Variants whose decode steps are captured, with what makes them fit the operators."""
 EAGER = {"gemma2": {"head_dim": 16}, "deepseek v3": {}}
 """Those whose steps are not captured: torch's operators attend."""
-IS_WHOLE = os.environ.get("NPU_CASES") == "all"
-IN_ALL = pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
 LAYERS = 3
-ROOM = {"max_position_embeddings": 256}
 LENGTHS = (150, 40, 21, 9, 5)
 TOKENS = (4, 8, 12, 16, 20)
-
-
-@contextlib.contextmanager
-def start(model: Path, device: str, **flags: object) -> Iterator[banyan.Engine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BANYAN_NPU", "tests.ascend.emulation")
-        patch.setenv("BANYAN_NPU_CHECKS", "1")
-        with banyan.Engine(
-            str(model),
-            **{"device": device, "max_total_tokens": 2048, "skip_tokenizer_init": True}
-            | {"engine_mode": "inprocess", "page_size": 128, "threads": 1}
-            | flags,
-        ) as engine:
-            yield engine
 
 
 def answers(engine: banyan.Engine) -> list[dict]:
@@ -60,21 +29,6 @@ def answers(engine: banyan.Engine) -> list[dict]:
     params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in TOKENS]
     asked = {"return_logprob": True, "top_logprobs_num": 2}
     return engine.generate(input_ids=ids, sampling_params=params, **asked)
-
-
-def compare(mine: list[dict], theirs: list[dict], near: float = NEAR) -> int:
-    """Hold answers against those of the CPU; returns how many tokens were compared."""
-    compared = 0
-    for got, wanted in zip(mine, theirs, strict=True):
-        pairs = wanted["meta_info"]["output_top_logprobs"]
-        unclear = (at for at, (best, next) in enumerate(pairs) if best[0] - next[0] < 2 * near)
-        count = next(unclear, len(pairs))
-        assert got["output_ids"][:count] == wanted["output_ids"][:count]
-        logprobs = (found["meta_info"]["output_token_logprobs"] for found in (got, wanted))
-        for (a, *_), (b, *_) in list(zip(*logprobs, strict=True))[:count]:
-            assert abs(a - b) < near
-        compared += count
-    return compared
 
 
 def read_back(engine: banyan.Engine, npu: EmulatedNpu) -> dict[str, float]:

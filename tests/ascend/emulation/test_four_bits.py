@@ -24,7 +24,7 @@ from banyan.ops.stored import StoredWeight
 from tests.ascend.emulation.test_quantised import BARE, scores
 from tests.models.families import tiny
 from tests.models.quantised import FORMS
-from tests.models.test_quant import rewrite_weights
+from tests.models.quantised_checkpoints import rewrite_weights
 
 HALF = torch.bfloat16
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}

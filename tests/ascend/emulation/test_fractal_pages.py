@@ -14,9 +14,9 @@ from banyan.ascend.ops.operators import Operators
 from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ascend.selfcheck.attention_cases import as_fractal
 from banyan.ops.bind import bind
-from tests.ascend.emulation.test_families import IS_WHOLE, LATENT, start
 from tests.ascend.emulation.test_prologue import MLAPO, WIDE, answers
 from tests.models.families import tiny
+from tests.support.emulated import IS_WHOLE, LATENT, start
 
 FRACTAL = "SGLANG_USE_FIA_NZ"
 HALF = torch.bfloat16

@@ -33,12 +33,12 @@ from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import GroupsConfig, open_groups
 from tests.ascend.emulation.device import EmulatedNpu, install
 from tests.ascend.emulation.exchanges import Tokens, how_far
-from tests.ascend.emulation.test_families import compare
-from tests.ascend.emulation.test_ranks import IN_ALL, JOINED, answers, start
 from tests.models.families import tiny
 from tests.models.quantised import FORMS
 from tests.models.quantised_checkpoints import rewrite_weights
 from tests.parallel.ranks import together
+from tests.support.emulated import compare
+from tests.support.emulated_ranks import IN_ALL, JOINED, answers, start
 
 SOC = os.environ.get("BANYAN_NPU_SOC", "A3")
 ON_A3 = pytest.mark.skipif(SOC == "A2", reason="an A2 has no such operator")

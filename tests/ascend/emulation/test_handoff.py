@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from banyan.llm import Engine
-from tests.ascend.emulation.test_families import LATENT
-from tests.ascend.emulation.test_ranks import IN_ALL
 from tests.models.drafting import tiny_mtp
+from tests.support.emulated import LATENT
+from tests.support.emulated_ranks import IN_ALL
+from tests.support.handoff import is_whole
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import FLAGS, WAIT_S, Pair, Servers, engines
 from tests.system.serving import free_port, settled, wait_until
-from tests.system.test_handoff import is_whole
 from tests.system.test_handoff_kinds import correct
 from tests.system.test_nodes import over_nodes
 from tests.system.test_transfer_engines import PACKAGES, needs

@@ -9,9 +9,8 @@ import torch
 
 from banyan.llm import Engine
 from tests.ascend.emulation.device import EmulatedNpu
-from tests.ascend.emulation.test_families import LATENT
-from tests.ascend.emulation.test_ranks import CAPTURED, EAGER, start
 from tests.models.families import tiny
+from tests.support.emulated_ranks import CAPTURED, EAGER, start
 
 PROMPT = [i * 7 % 90 + 5 for i in range(300)]
 SHAPE = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 128}

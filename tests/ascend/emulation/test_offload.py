@@ -19,9 +19,9 @@ from banyan.runner.offload import OffloadedBlocks, _HostBlock, _parts_of, _Prefe
 from tests.ascend.emulation import test_drafts
 from tests.ascend.emulation.device import EmulatedNpu
 from tests.ascend.emulation.test_quantised import MADE
-from tests.ascend.emulation.test_ranks import IN_ALL, SIZES, start
 from tests.models.families import tiny
-from tests.models.test_quant import rewrite_weights
+from tests.models.quantised_checkpoints import rewrite_weights
+from tests.support.emulated_ranks import IN_ALL, SIZES, start
 
 LAYERS, LAYER_BYTES = 6, 2 * (4 * 128 * 128 + 3 * 128 * 512)
 """Of the model below: what is multiplied with, in 16 bits."""

@@ -19,10 +19,10 @@ from banyan.ascend.selfcheck.attention_cases import empty_pages, inputs
 from banyan.ops.activation_quant import Rounding
 from banyan.ops.api import KEYS, LATENT, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.stored import StoredWeight
-from tests.ascend.emulation.test_families import IS_WHOLE, compare, start
 from tests.models.families import tiny
 from tests.models.quantised import FORMS
-from tests.models.test_quant import rewrite_weights
+from tests.models.quantised_checkpoints import rewrite_weights
+from tests.support.emulated import IS_WHOLE, compare, start
 
 MLAPO = "SGLANG_NPU_USE_MLAPO"
 DEEPSEEK = {

@@ -14,10 +14,10 @@ from banyan.ascend.ops.products import RoundedLinear, linear_kernel
 from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ops.activation_quant import Rounding
 from banyan.ops.stored import StoredWeight
-from tests.ascend.emulation.test_families import IS_WHOLE, start
 from tests.models.families import rewrite_config, tiny
 from tests.models.quantised import FORMS, Form, description, modelslim
-from tests.models.test_quant import rewrite_weights
+from tests.models.quantised_checkpoints import rewrite_weights
+from tests.support.emulated import IS_WHOLE, start
 from tests.system.checkpoint import LAYERS, write_tiny_model
 
 BARE = {"skip_tokenizer_init": True}

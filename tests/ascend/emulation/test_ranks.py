@@ -1,15 +1,9 @@
 """Several ranks on devices of an emulated NPU of their own, against one rank on the CPU."""
 
-import contextlib
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed
 
-import banyan
 from banyan.ascend.driver import open_driver
 from banyan.ascend.ops.contracts import ContractError
 from banyan.base.errors import BanyanError, ConfigError
@@ -17,39 +11,19 @@ from tests.ascend.emulation.device import EmulatedNpu
 from tests.ascend.emulation.groups import SCALE, ProcessGroup
 from tests.ascend.emulation.test_drafts import answers as repeating
 from tests.ascend.emulation.test_drafts import made
-from tests.ascend.emulation.test_families import LATENT, NEAR, compare
 from tests.models.families import tiny
+from tests.support.emulated import NEAR, compare
+from tests.support.emulated_ranks import (
+    CAPTURED,
+    EAGER,
+    IN_ALL,
+    JOINED,
+    SIZES,
+    TOKENS,
+    answers,
+    start,
+)
 
-IS_WHOLE = os.environ.get("NPU_CASES") == "all"
-IN_ALL = pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
-EAGER = {"disable_cuda_graph": True}
-CAPTURED = {"cuda_graph_bs": [1, 2, 4]}
-LENGTHS = (150, 40, 21, 5)
-TOKENS = (4, 8, 12, 16)
-
-
-@contextlib.contextmanager
-def start(model: Path, **flags: object) -> Iterator[banyan.Engine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BANYAN_NPU", "tests.ascend.emulation")
-        patch.setenv("BANYAN_NPU_CHECKS", "1")
-        with banyan.Engine(
-            str(model),
-            **{"device": "npu", "max_total_tokens": 2048, "skip_tokenizer_init": True}
-            | {"page_size": 128, "threads": 1, "dtype": "float16", "max_running_requests": 4}
-            | flags,
-        ) as engine:
-            yield engine
-
-
-def answers(engine: banyan.Engine) -> list[dict]:
-    ids = [[(7 * i * i + 3 * i + n) % 97 for i in range(n)] for n in LENGTHS]
-    params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in TOKENS]
-    asked = {"return_logprob": True, "top_logprobs_num": 2}
-    return engine.generate(input_ids=ids, sampling_params=params, **asked)
-
-
-JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 APART = JOINED | {"enable_dp_lm_head": True}
 DIVIDED = {"tp_size": 2, "attn_cp_size": 2}
 SENT = {"moe_a2a_backend": "deepep", "deepep_mode": "normal"}
@@ -76,16 +50,6 @@ LAYOUTS = {
     "cp of an indexer": ("deepseek v3.2", DIVIDED | {"cp_strategy": "interleave"}),
 }
 IN_TEST = "ep"
-SIZES = {
-    "qwen3": {"head_dim": 128},
-    "qwen3 moe": {"head_dim": 16, "num_experts": 8},
-    "gpt-oss": {"head_dim": 64, "num_local_experts": 4},
-    "deepseek v3": LATENT,
-    "deepseek v3.2": LATENT | {"index_head_dim": 128},
-}
-WIDE = {"hidden_size": 1024, "num_hidden_layers": 2, "weights": 0.05}
-SIZES |= {f"{name} wide": size | WIDE for name, size in SIZES.items()}
-"""Rows of as many numbers as exchanges of a fixed size take."""
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 
 from banyan.moe.layer import ExpertBlock
 from banyan.platform.accelerator import DeviceSideStream
-from tests.ascend.emulation.test_ranks import IN_ALL, JOINED, answers, start
 from tests.models.families import tiny
+from tests.support.emulated_ranks import IN_ALL, JOINED, answers, start
 
 NAME = "SGLANG_NPU_USE_MULTI_STREAM"
 ALONE = {"engine_mode": "inprocess"}

@@ -14,8 +14,8 @@ from banyan.kv_transfer.host_tier import HostTier
 from banyan.llm import Engine
 from banyan.runner.kvstore import KVStore
 from tests.ascend.emulation.device import EmulatedNpu
-from tests.ascend.emulation.test_ranks import IN_ALL
 from tests.models.families import tiny
+from tests.support.emulated_ranks import IN_ALL
 from tests.system.checkpoint import LAYERS, write_tiny_model
 from tests.system.serving import wait_until
 

@@ -21,7 +21,7 @@ from banyan.cli.main import main
 from banyan.config.cli import parse
 from banyan.config.env import Environment, read_environment
 from banyan.config.prepare import prepare
-from tests.model_config.test_checkpoint import LLAMA, folder
+from tests.support.checkpoints import LLAMA, folder
 
 DOCS = Path(__file__).parents[3] / "docs"
 NPU = {"BANYAN_NPU": "tests.ascend.emulation", "BANYAN_NPU_SOC": "A2"}

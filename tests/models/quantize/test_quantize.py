@@ -20,9 +20,9 @@ from banyan.models.quantize import writer as work
 from banyan.models.quantize.layouts import TYPES, layout_of
 from banyan.ops.stored import StoredWeight
 from tests.models.families import rewrite_config, tiny
-from tests.models.test_families import PROMPT, load
+from tests.models.quantised_checkpoints import SIZES, restore
 from tests.models.test_gguf_families import convert
-from tests.models.test_quant import SIZES, restore
+from tests.support.logits import PROMPT, load
 from tests.system.checkpoint import write_tiny_model
 
 NEAR = {"int8": 0.01, "w8a16": 0.01, "w4a16": 0.13, "fp8": 0.05, "fp8-block": 0.05}

@@ -35,7 +35,7 @@ from tests.models.quantize.test_quantize import (
     read_by_the_tool,
     tensors_of,
 )
-from tests.models.test_families import PROMPT, load
+from tests.support.logits import PROMPT, load
 from tests.system.checkpoint import write_tiny_model
 
 TOKENIZERS = Path(__file__).parents[4] / "shared" / "data" / "tokenizers"

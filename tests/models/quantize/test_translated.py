@@ -17,7 +17,7 @@ from tests.models import test_gguf_experts as experts
 from tests.models import test_gguf_families as dense
 from tests.models.families import EXPERTS, VARIANTS, rewrite_config, tiny
 from tests.models.quantize.test_quantize import Cut, cut_after, made
-from tests.models.test_families import PROMPT, load
+from tests.support.logits import PROMPT, load
 from tests.system.checkpoint import write_tiny_model
 
 IS_ALL = os.environ.get("FORMS") == "all"
