@@ -10,6 +10,7 @@ import torch
 from banyan.llm import Engine
 from tests.ascend.emulation.device import EmulatedNpu
 from tests.models.families import tiny
+from tests.support.emulated import LATENT
 from tests.support.emulated_ranks import CAPTURED, EAGER, start
 
 PROMPT = [i * 7 % 90 + 5 for i in range(300)]
