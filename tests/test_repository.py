@@ -1,4 +1,4 @@
-"""What stands beside the package: the Makefile and the Dockerfile, as far as they can be read."""
+"""The Makefile and the Dockerfiles, as far as they can be checked without running them."""
 
 import json
 import re
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from banyan.server.http import auth
+from banyan.server.routes import all_routes
 from tests.support.flags import config_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,6 +73,8 @@ def test_the_image_has_the_torch_of_make_and_only_files_that_exist() -> None:
 def test_the_image_serves_without_rights_and_with_flags_that_exist() -> None:
     words = [word for word, _ in instructions()]
     assert words[0] == "FROM" and rest_of("USER") == ["1000"]
+    last = len(words) - words[::-1].index("FROM")
+    assert not any("g++" in rest for _, rest in instructions()[last:])
     assert words.index("USER") > max(n for n, word in enumerate(words) if word == "RUN")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     (entry,), (given,) = map(json.loads, rest_of("ENTRYPOINT")), rest_of("CMD")
@@ -79,6 +83,17 @@ def test_the_image_serves_without_rights_and_with_flags_that_exist() -> None:
     config = config_of(*flags)
     assert (verb, config.server.host) == ("serve", "0.0.0.0")
     assert rest_of("EXPOSE") == [str(config.server.port)]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docker").glob("*.Dockerfile")), ids=str)
+def test_an_image_reports_its_health_by_a_route_without_a_key(file: Path) -> None:
+    (check,) = rest_of("HEALTHCHECK", file)
+    command = json.loads(check.partition(" CMD ")[2])
+    (path,) = re.findall(r"\}(/\w+)", command[2])
+    routes = {route.path: route.guard for route in all_routes()}
+    assert routes[path] == auth.OPEN
+    compile(command[2], "healthcheck", "exec")
+    assert len(rest_of("LABEL", file)) == 1
 
 
 def test_the_files_that_take_longest_are_there():

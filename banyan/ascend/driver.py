@@ -17,6 +17,7 @@ import torch
 import torch.distributed
 
 from banyan.base.errors import ConfigError
+from banyan.base.install import install_command
 from banyan.base.log import logger
 from banyan.config.env import read_environment
 from banyan.platform.base import Interconnect
@@ -156,7 +157,7 @@ def open_interconnect(chip: str) -> Interconnect:
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"--disaggregation-transfer-backend ascend: its engine does not load: {error}",
-            hint="run: pip install 'banyan[memfabric]'",
+            hint=f"run: {install_command('memfabric')}",
         ) from None
     if settings.driver:
         library = _module(settings.driver).open_fabric()

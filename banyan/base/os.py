@@ -9,7 +9,6 @@ import platform
 import signal
 import stat
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
 
 from banyan.base.errors import ConfigError
@@ -120,11 +119,3 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def own_version() -> str:
-    """Version of the installed package; "0" if it is not installed."""
-    try:
-        return version("banyan")
-    except PackageNotFoundError:
-        return "0"

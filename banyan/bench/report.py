@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from banyan.base.errors import ConfigError
+from banyan.base.install import install_command
 from banyan.bench.dialects import Answer
 from banyan.bench.metrics import timing
 
@@ -162,5 +163,5 @@ def _figure() -> type[Any]:
         return import_module("matplotlib.figure").Figure
     except ImportError:
         raise ConfigError(
-            "--plot needs matplotlib", hint="install it with pip install 'banyan[plot]'"
+            "--plot needs matplotlib", hint=f"run: {install_command('plot')}"
         ) from None

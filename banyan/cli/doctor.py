@@ -10,6 +10,7 @@ from importlib import metadata
 
 from banyan.ascend.launch.machine import device_numbers, npu_doctor
 from banyan.base.errors import ConfigError, ModelError
+from banyan.base.install import VERSION
 from banyan.base.os import unsupported_reason
 from banyan.cli.check import take
 from banyan.config.env import Environment
@@ -58,21 +59,20 @@ def doctor(argv: Sequence[str]) -> int:
 
 def version(argv: Sequence[str]) -> int:
     """Print the version; --json adds Python and torch."""
-    own = _version_of("banyan") or "unknown (not installed as a package)"
     if "--json" in argv:
         versions = {
-            "banyan": own,
+            "banyan": VERSION,
             "python": platform.python_version(),
             "torch": _version_of("torch"),
         }
         print(json.dumps(versions))
     else:
-        print(f"banyan {own}")
+        print(f"banyan {VERSION}")
     return 0
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    yield "banyan", _version_of("banyan") or "run from its source folder"
+    yield "banyan", VERSION
     yield "system", f"{platform.system()} {platform.machine()}{_speed()}"
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     for name in _PACKAGES:

@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError, ModelError
+from banyan.base.install import install_command
 from banyan.base.log import logger, printable
 from banyan.base.os import check_system
 from banyan.base.table import split_name
@@ -111,17 +112,12 @@ def check_names(config: Config) -> None:
             if find_spec("mcp") is None:
                 raise ConfigError(
                     f"--tool-server {name} needs the package mcp",
-                    hint="run: pip install 'banyan[tools]'",
+                    hint=f"run: {install_command('tools')}",
                 )
     if server.grpc_mode and find_spec("smg_grpc_proto") is None:
         raise ConfigError(
             "--grpc-mode needs the package smg-grpc-proto",
-            hint="run: pip install 'banyan[grpc]'",
-        )
-    if config.observe.metrics and find_spec("prometheus_client") is None:
-        raise ConfigError(
-            "--enable-metrics needs the package prometheus-client",
-            hint="run: pip install 'banyan[metrics]'",
+            hint=f"run: {install_command('grpc')}",
         )
     metrics_observers_of(config.observe)
     check_labels(config.observe)

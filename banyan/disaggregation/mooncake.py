@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from banyan.base.errors import ConfigError
+from banyan.base.install import install_command
 from banyan.disaggregation.tcp import open_with_engine
 from banyan.disaggregation.transfer import TransferOptions
 from banyan.disaggregation.transfer_engine import HostMemory, Landing
@@ -30,7 +31,7 @@ class Mooncake:
         except ImportError as error:
             raise ConfigError(
                 f"--disaggregation-transfer-backend mooncake: its engine does not load: {error}",
-                hint="run: pip install 'banyan[mooncake]' (on Debian and Ubuntu also: apt install "
+                hint=f"run: {install_command('mooncake')} (on Debian and Ubuntu also: apt install "
                 "libibverbs1)",
             ) from None
         self._engine = TransferEngine()

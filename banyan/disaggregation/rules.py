@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError
+from banyan.base.install import install_command
 from banyan.base.os import is_loopback
 from banyan.config.env import Environment
 from banyan.config.schema import Config
@@ -11,10 +12,10 @@ from banyan.model_config.model_config import ModelConfig
 _ENGINES = {
     "mooncake": (
         "mooncake",
-        "pip install 'banyan[mooncake]' (on Debian and Ubuntu also: apt install libibverbs1)",
+        f"{install_command('mooncake')} (on Debian and Ubuntu also: apt install libibverbs1)",
     ),
     "nixl": ("nixl", "pip install --no-deps nixl nixl-cu12"),
-    "ascend": ("memfabric_hybrid", "pip install 'banyan[memfabric]'"),
+    "ascend": ("memfabric_hybrid", install_command("memfabric")),
 }
 """Transfer engine -> its Python package, and the command that installs it."""
 _LAST_PORT = (1 << 16) - 1

@@ -11,8 +11,8 @@ import time
 from contextlib import ExitStack
 from zlib import crc32
 
+from banyan.base.install import VERSION
 from banyan.base.log import logger
-from banyan.base.os import own_version
 from banyan.config.schema import ObserveConfig
 from banyan.engine import snapshot
 from banyan.engine.core import CoreInput, CoreRecorder, EngineCore
@@ -81,7 +81,7 @@ class FlightRecorder(Records):
 
     def _begin(self, now: float) -> None:
         """Continue in the other half, which is overwritten."""
-        body = self._encoder.encode(Began(now, time.time(), own_version(), self._snapshot()))
+        body = self._encoder.encode(Began(now, time.time(), VERSION, self._snapshot()))
         start = len(RING_MAGIC) + self._number % 2 * self._half
         HALF.pack_into(self._memory, start, 0, 0)
         self._end, self._limit = start + HALF.size, start + self._half

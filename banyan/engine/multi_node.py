@@ -24,8 +24,9 @@ import zmq
 import zmq.utils.z85
 
 from banyan.base.errors import ConfigError, DeviceError
+from banyan.base.install import VERSION
 from banyan.base.log import logger, printable
-from banyan.base.os import is_loopback, own_version
+from banyan.base.os import is_loopback
 from banyan.config.schema import ParallelConfig
 from banyan.engine.local_processes import LocalEngines, LocalProcesses, LocalRanks
 from banyan.engine.process_spec import ENGINE, ProcessSpec
@@ -122,7 +123,7 @@ def own_hello(parallel: ParallelConfig, model_config: ModelConfig) -> Hello:
         nodes=parallel.nodes,
         tp=parallel.tp,
         pp=parallel.pp,
-        version=own_version(),
+        version=VERSION,
         weights=fingerprint(model_config),
         cp=parallel.cp,
         dp=parallel.dp if parallel.uses_dp_attention else 1,

@@ -11,6 +11,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from banyan.base.errors import ConfigError
+from banyan.base.install import install_command
 from banyan.base.log import printable
 from banyan.kv_transfer.store import SUM_BYTES, Damaged, Missing, StoreOptions, checksum
 
@@ -155,7 +156,7 @@ def _client_kind() -> "type[MooncakeDistributedStore]":
     except ImportError as error:
         raise ConfigError(
             f"{_FLAG}: its client does not load: {error}",
-            hint="run: pip install 'banyan[mooncake]' (on Debian and Ubuntu also: apt install "
+            hint=f"run: {install_command('mooncake')} (on Debian and Ubuntu also: apt install "
             "libibverbs1)",
         ) from None
     return MooncakeDistributedStore

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import uvloop
 
-from banyan.base.errors import ConfigError, DeviceError
+from banyan.base.errors import DeviceError
 from banyan.base.log import logger
 from banyan.base.thread_pool import use_threads
 from banyan.router.config import RouterConfig
@@ -143,17 +143,12 @@ def open_metrics(config: RouterConfig, pool: WorkerPool) -> RouterMetrics | None
     """The metrics of a router; None if they are off. Imports the library only if they are on.
 
     Raises:
-        ConfigError: prometheus-client is missing, or the separate port cannot be listened on.
+        ConfigError: the separate port cannot be listened on.
     """
     if not config.observe.metrics:
         return None
-    try:
-        from banyan.router.prometheus import PrometheusRouterMetrics
-    except ImportError:
-        raise ConfigError(
-            "figures for Prometheus need the package prometheus-client",
-            hint="pip install 'banyan[metrics]', or leave the flags out",
-        ) from None
+    from banyan.router.prometheus import PrometheusRouterMetrics
+
     metrics = PrometheusRouterMetrics(config.prometheus.buckets, lambda: pool.workers)
     if config.prometheus.port:
         metrics.show_at(config.prometheus.host or config.server.host, config.prometheus.port)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.base.os import own_version
+from banyan.base.install import VERSION
 from banyan.chat_template.named_templates import FillIn
 from banyan.chat_template.template import Chat
 from banyan.config.schema import Config
@@ -213,7 +213,7 @@ class ServerState:
     open: OpenRequests = field(default_factory=OpenRequests)
     sessions: Sessions = field(default_factory=Sessions)
     probe: SharedProbe = field(default_factory=SharedProbe)
-    version: str = field(default_factory=own_version)
+    version: str = VERSION
     storage: Storage = field(init=False)
     adapters: AdapterNames = field(init=False)
     """The LoRA adapters that requests may name."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from banyan.base.errors import ModelError
-from banyan.base.os import own_version
+from banyan.base.install import VERSION
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import (
     Began,
@@ -135,9 +135,9 @@ def _begin(core: EngineCore, record: Began, grammars: GrammarFactory | None) -> 
             "the flight recorder had no room for a snapshot, so nothing can be replayed",
             hint="raise --flight-recorder-bytes",
         )
-    if record.build != own_version():
+    if record.build != VERSION:
         raise ModelError(
-            f"recorded by version {record.build}, and this is {own_version()}: only the version "
+            f"recorded by version {record.build}, and this is {VERSION}: only the version "
             "that took a snapshot can go on from it"
         )
     restore(core, record.core, grammars)

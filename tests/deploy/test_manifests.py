@@ -1,6 +1,4 @@
-"""The Kubernetes manifests: legal for the API, their parts fit together, and their command lines
-are ones that this build starts with.
-"""
+"""The Kubernetes manifests are valid, their parts fit together, and their command lines start."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,3 +173,33 @@ def test_routers_name_every_server_by_its_stable_name(path: Path) -> None:
         for spec in fleet.workers:
             assert spec.kind == "regular" or spec.kind in spec.url
             assert (spec.bootstrap_port == 8998) == (spec.kind == "prefill")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_image_made_on_the_node_is_used_and_only_volumes_are_written(path: Path) -> None:
+    for pod, container in containers(path):
+        assert container["imagePullPolicy"] == "IfNotPresent"
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        written = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert "/tmp" in written
+        assert container["args"][0] == "router" or "/home/banyan/.cache" in written
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_prometheus_scrapes_every_service_on_a_route_that_is_there(path: Path) -> None:
+    monitor = yaml.safe_load((FOLDER / "prometheus" / "servicemonitor.yaml").read_text())
+    (rule,) = monitor["spec"]["selector"]["matchExpressions"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    services = [d for d in documents(path) if d["kind"] == "Service"]
+    for service in services:
+        assert service["metadata"]["labels"][rule["key"]] in rule["values"]
+        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    for _, container in containers(path):
+        is_router = container["args"][0] == "router"
+        assert "--enable-metrics" in container["args"]
+        table = router_routes() if is_router else server_routes()
+        assert auth.OPEN in {r.guard for r in table if r.path == endpoint["path"]}
+    for policy in (d for d in documents(path) if d["kind"] == "NetworkPolicy"):
+        peers = policy["spec"]["ingress"][0]["from"]
+        assert any("namespaceSelector" in peer for peer in peers)

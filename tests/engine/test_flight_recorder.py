@@ -179,7 +179,7 @@ def test_a_constrained_request_is_named_where_nothing_compiles_its_constraint(re
 def test_another_version_is_named(recorded, monkeypatch):
     it = recorded()
     live(it.driver, 1, 5)
-    monkeypatch.setattr("banyan.sim.replay.own_version", lambda: "9.9")
+    monkeypatch.setattr("banyan.sim.replay.VERSION", "9.9")
     with pytest.raises(ModelError, match=r"recorded by version .*this is 9\.9"):
         check(it.read())
 

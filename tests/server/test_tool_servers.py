@@ -54,7 +54,7 @@ def call(name: str, **arguments: object) -> str:
 @contextlib.contextmanager
 def mcp_process(transport: str, name: str = "weather") -> Iterator[tuple[int, subprocess.Popen]]:
     """A real server and its port; the test is skipped where the package is not installed."""
-    pytest.importorskip("mcp", reason="the package mcp is not installed: pip install banyan[tools]")
+    pytest.importorskip("mcp", reason="the package mcp is not installed")
     command = [sys.executable, str(SCRIPT), transport, name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -414,7 +414,7 @@ def test_a_cancelled_response_leaves_no_call_behind(
 
 
 def test_a_server_that_is_not_there_or_not_an_address_stops_the_start() -> None:
-    pytest.importorskip("mcp", reason="the package mcp is not installed: pip install banyan[tools]")
+    pytest.importorskip("mcp", reason="the package mcp is not installed")
     for name, why in (
         ("127.0.0.1:9", "cannot be used"),
         ("demo,demo", "two servers"),
@@ -429,7 +429,7 @@ def test_a_server_that_is_not_there_or_not_an_address_stops_the_start() -> None:
 def test_a_start_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     monkeypatch.delitem(sys.modules, "banyan.server.tool_servers.mcp_server", raising=False)
-    with pytest.raises(ConfigError, match=r"pip install 'banyan\[tools\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[tools\]"):
         asyncio.run(start_tool_servers("127.0.0.1:8000"))
     assert len(asyncio.run(start_tool_servers("demo"))) == 1, "the demo tools need no package"
 

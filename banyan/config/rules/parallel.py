@@ -4,6 +4,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError
+from banyan.base.install import install_command
 from banyan.base.log import logger, printable
 from banyan.config.env import Environment
 from banyan.config.schema import Config
@@ -21,7 +22,7 @@ def let_ray_start_nodes(
     if not parallel.by_ray:
         return config
     if find_spec("ray") is None:
-        raise ConfigError("--use-ray needs the package ray", hint="run: pip install 'banyan[ray]'")
+        raise ConfigError("--use-ray needs the package ray", hint=f"run: {install_command('ray')}")
     if parallel.world == 1 and parallel.dp == 1:
         raise ConfigError(
             "--use-ray: there is one rank, and nothing for Ray to start",

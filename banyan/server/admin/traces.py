@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from banyan.base.errors import ConfigError
+from banyan.base.install import install_command
 from banyan.base.log import printable
 from banyan.config.schema import ObserveConfig
 from banyan.server.state import Tracing
@@ -58,13 +59,13 @@ def check_traces(observe: ObserveConfig) -> None:
         raise ConfigError(
             f"--otlp-traces-endpoint {printable(observe.traces_endpoint, 80)}: spans over gRPC "
             "need the package opentelemetry-exporter-otlp-proto-grpc",
-            hint="run: pip install 'banyan[traces-grpc]', or give the collector's HTTP port, as "
+            hint=f"run: {install_command('traces-grpc')}, or give the collector's HTTP port, as "
             "http://localhost:4318",
         )
     if not all(map(_is_there, (*_SDK, exporter))):
         raise ConfigError(
             "--enable-trace needs the packages of OpenTelemetry",
-            hint="run: pip install 'banyan[traces]'",
+            hint=f"run: {install_command('traces')}",
         )
 
 

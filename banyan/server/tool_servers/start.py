@@ -4,6 +4,7 @@ import asyncio
 from urllib.parse import urlsplit
 
 from banyan.base.errors import ConfigError
+from banyan.base.install import install_command
 from banyan.base.log import logger
 from banyan.server.tool_servers.base import ToolServer, ToolServers
 from banyan.server.tool_servers.demo import DemoServer
@@ -48,7 +49,7 @@ async def _start(name: str) -> ToolServer:
     except ImportError as error:
         raise ConfigError(
             f"--tool-server {name} needs the package mcp, which cannot be imported: {error}",
-            hint="run pip install 'banyan[tools]'",
+            hint=f"run: {install_command('tools')}",
         ) from None
     return await open_server(urls)
 
