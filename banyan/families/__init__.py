@@ -11,6 +11,7 @@ FAMILIES: Table[Family] = Table(
     {
         "LlamaForCausalLM": "banyan.families.llama:LLAMA",
         "MistralForCausalLM": "banyan.families.llama:LLAMA",
+        "Llama4ForCausalLM": "banyan.families.llama4:LLAMA4",
         "Ministral3ForCausalLM": "banyan.families.llama:MINISTRAL3",
         "Qwen2ForCausalLM": "banyan.families.qwen:QWEN2",
         "MiMoForCausalLM": "banyan.families.qwen:MIMO",

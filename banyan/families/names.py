@@ -141,6 +141,7 @@ class NameMap:
         has_more_layers: the checkpoint has MTP layers after the model's, which are not read.
         has_gates_between: a tensor holds all experts with gate and up rows interleaved
             (`models/weights/checkpoint_layouts.py`).
+        has_inputs_first: stacks of experts are [experts, in, out].
         paired: modules ("module:part") whose rows are in interleaved RoPE pairs.
         rope_divisors: tensor with divisors of the RoPE frequencies; "" = none.
         norm_offset: added to every norm weight (Gemma stores them minus one).
@@ -155,3 +156,4 @@ class NameMap:
     unread: tuple[str, ...] = ()
     optional_part: str = ""
     has_gates_between: bool = False
+    has_inputs_first: bool = False

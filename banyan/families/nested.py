@@ -80,6 +80,9 @@ NESTED: Mapping[str, NestedForm] = {
     "InternVLChatModel": NestedForm(("vision_model.", "mlp1."), key="llm_config"),
     "SmolVLMForConditionalGeneration": NestedForm(_IDEFICS),
     "Idefics3ForConditionalGeneration": NestedForm(_IDEFICS),
+    "Llama4ForConditionalGeneration": NestedForm(
+        ("vision_model.", "multi_modal_projector."), "Llama4ForCausalLM"
+    ),
     "Glm4vForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM"),
     "Glm46VForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM"),
     "Glm4vMoeForConditionalGeneration": NestedForm(_VISUAL, "Glm4MoeForCausalLM"),

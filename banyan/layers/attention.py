@@ -24,8 +24,8 @@ class AttentionShape:
 
     Attributes:
         rotary_dim: leading dimensions of a head that rotate; 0 = all.
-        qk_norm: "" | "head" | "turned head" | "width": RMSNorm of q and k, per head before or after
-            the rotation, or over all heads.
+        qk_norm: "" | "head" | "turned head" | "width" | "unit": RMSNorm of q and k, per head before
+            or after the rotation, or over all heads; "unit" is after it, without weights.
         has_sinks: each head has a learned attention sink.
         is_gated: the output of a head is scaled by the sigmoid of a gate that is projected with q.
         has_head_gates: it is scaled by the sigmoid of one number per head.
@@ -101,7 +101,10 @@ class Attention(Caching):
         )
         self.cache = paged_cache(self.spec, build, shape.kv_heads)
         self.qk_norm = shape.qk_norm
-        if shape.qk_norm:
+        if shape.qk_norm == "unit":
+            self.unit = torch.ones(shape.head_dim, dtype=build.dtype, device=build.device)
+            self.eps = shape.norm_eps
+        elif shape.qk_norm:
             self.q_norm, self.k_norm = (
                 RMSNorm(shape.head_dim, shape.norm_eps, build)
                 if shape.qk_norm != "width"
@@ -171,6 +174,8 @@ class Attention(Caching):
             q, k = self.ops.rotary(q, k, *angles)
         if self.qk_norm == "turned head":
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.qk_norm == "unit":
+            q, k = (self.ops.rms_norm(each, self.unit, self.eps) for each in (q, k))
         return q, k, v, gate
 
 

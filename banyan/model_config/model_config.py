@@ -182,6 +182,8 @@ class ExpertFacts:
         group_best: a group's score is the sum of this many of its best scores.
         has_correction: a bias per expert is added for the choice, not for the weight.
         has_bias: the router and every projection of the experts have a bias.
+        scales_input: the score of an expert scales its input, not its output; needs one expert
+            per token.
         is_gated: experts and shared experts have a gate projection.
         latent: width of the experts' input and output, between two projections that all experts
             share; 0 = the hidden size.
@@ -209,6 +211,7 @@ class ExpertFacts:
     jitter: float = 0.0
     is_gated: bool = True
     latent: int = 0
+    scales_input: bool = False
 
     def limit_of(self, layer: int) -> float:
         return self.limits[layer] if self.limits else self.limit

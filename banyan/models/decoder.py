@@ -316,6 +316,9 @@ def _attention(
 
 def attention_shape(model_config: ModelConfig, family: Family, layer: int) -> AttentionShape:
     """Attention sizes of a layer that keeps keys and values per head."""
+    qk_norm = model_config.qk_norm or family.qk_norm
+    if qk_norm == "unit" and model_config.rope_of(layer).kind == "none":
+        qk_norm = ""
     return AttentionShape(
         layer=layer,
         dim=model_config.hidden_size,
@@ -327,7 +330,7 @@ def attention_shape(model_config: ModelConfig, family: Family, layer: int) -> At
         soft_cap=model_config.attention_cap,
         has_bias=model_config.attention_bias,
         has_output_bias=model_config.output_bias,
-        qk_norm=model_config.qk_norm or family.qk_norm,
+        qk_norm=qk_norm,
         norm_eps=model_config.norm_eps,
         rotary_dim=model_config.rotary_dim_of(layer),
         has_sinks=model_config.attention_sinks,

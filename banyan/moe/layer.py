@@ -6,6 +6,7 @@ batch. No token is dropped.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -67,6 +68,15 @@ class Router(Layer):
         if self.adapted is None:
             return self.ops.route(*chosen)
         return self.ops.route(*chosen, self.adapted.now())
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """x times the score of its one expert, [tokens, dim]; the router's weights are then 1."""
+        plain = replace(self.rule, is_normalised=False)
+        _, score = self.ops.route(x, self.weight, self.correction, plain, self.bias)
+        gate, dim = score.to(x.dtype), x.shape[1]
+        while (width := gate.shape[1]) < dim:
+            gate = self.ops.concat([gate, gate[:, : dim - width]])
+        return self.ops.apply_gate(x, gate, "")
 
     def report(self, ids: Tensor) -> None:
         """ids: choices of the rows of all replicas."""
@@ -287,6 +297,8 @@ class ExpertBlock(nn.Module):
         self.ops = build.ops
         self.router = Router(dim, facts, build, layer)
         self.experts = Experts(facts.latent or dim, facts, activation, build, layer)
+        assert facts.per_token == 1 or not facts.scales_input
+        self.scales_input = facts.scales_input
         self.into = self.back = None
         if facts.latent:
             whole, latent = {"": ShardRule()}, facts.latent
@@ -337,7 +349,7 @@ class ExpertBlock(nn.Module):
 
     def _routed(self, x: Tensor, rows: Tensor) -> Tensor:
         ids, weights = self.router(rows)
-        inputs = rows if self.into is None else self.into(rows)
+        inputs = self._inputs(rows)
         if self.experts.places is None:
             return self.experts(inputs, ids, weights)
         own = (ids, weights) if rows is x else self.router.choose(x)
@@ -348,13 +360,18 @@ class ExpertBlock(nn.Module):
         if self.exchange is not None and self.exchange.holds(len(x)):
             if self.router.watch is not None:
                 self.router.report(self.group.gather_rows(own[0]))
-            inputs = x if self.into is None else self.into(x)
+            inputs = self._inputs(x)
             assert self.experts.packed is not None
             packed = cast(ExchangingExperts, self.experts.packed)
             return self.exchange(packed, inputs, self.experts.placed(own[0]), own[1])
         ids = self.group.gather_rows(own[0])
         self.router.report(ids)
-        return self.experts.of_sent(x if self.into is None else self.into(x), ids, own)
+        return self.experts.of_sent(self._inputs(x), ids, own)
+
+    def _inputs(self, x: Tensor) -> Tensor:
+        """The rows that the routed experts read."""
+        x = self.router.scaled(x) if self.scales_input else x
+        return x if self.into is None else self.into(x)
 
 
 class ExpertExchange:

@@ -21,11 +21,29 @@ _YARN = {
 # Heads enough that no two positions score alike: where all heads are below zero, the score is zero.
 _INDEX = {"index_n_heads": 24, "index_head_dim": 10, "index_topk": 11}
 _STEP_KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+LLAMA4 = {
+    "intermediate_size_mlp": 36,
+    "num_experts_per_tok": 1,
+    "head_dim": 12,
+    "attention_chunk_size": 64,
+    "pad_token_id": 0,
+}
 EXPERTS: dict[str, tuple[str, dict]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 3}),
     "mixtral, window, one of seven": (
         "Mixtral",
         {**WINDOW, "num_local_experts": 7, "num_experts_per_tok": 1},
+    ),
+    "llama4": ("Llama4Text", {**LLAMA4, "num_local_experts": 3}),
+    "llama4, dense layers, no norm, no positions": (
+        "Llama4Text",
+        {
+            **LLAMA4,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "no_rope_layers": [1, 0, 0, 1],
+        },
     ),
     "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 4, "norm_topk_prob": True}),
     "qwen2 moe": ("Qwen2Moe", {**MOE, "num_experts": 5, "shared_expert_intermediate_size": 28}),

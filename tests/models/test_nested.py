@@ -16,9 +16,10 @@ from banyan.layers.build import Build
 from banyan.lora.load import load_adapter
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
+from tests.models.family_experts import LLAMA4
 from tests.models.family_sizes import SCALED, SIZES
-from tests.models.test_adapters import enter, opened, random_peft, show
 from tests.support.flags import config_of
+from tests.support.peft import enter, opened, random_peft, show
 
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(40)]
 TEXT = SIZES | {"head_dim": 12}
@@ -120,6 +121,17 @@ VARIANTS: dict[str, tuple[str, dict, dict]] = {
         },
     ),
     "lighton ocr": ("LightOnOcr", {"model_type": "qwen3"}, _PIXTRAL),
+    "llama4": (
+        "Llama4",
+        {**LLAMA4, "num_local_experts": 3},
+        _SIGLIP
+        | {
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+            "pixel_shuffle_ratio": 0.5,
+        },
+    ),
     "vip llava": ("VipLlava", {"model_type": "llama"}, _CLIP),
     "qwen2 audio": (
         "Qwen2Audio",
@@ -233,8 +245,10 @@ def assert_as_transformers(reference, folder, ops, paged, scale: float = 1.0) ->
         scale: factor on the reference's logits; transformers' multimodal classes leave out
             `logit_scale` of Cohere 2, which its class for text applies.
     """
-    with torch.no_grad():
-        expected = reference(torch.tensor([PROMPT])).logits[0] * scale
+    name = type(reference).__name__.removesuffix("ForConditionalGeneration")
+    with torch.no_grad():  # Llama 4's own forward pass needs an image
+        text = reference.language_model if name == "Llama4" else reference
+        expected = text(torch.tensor([PROMPT])).logits[0] * scale
     (logits,) = paged(load_model(read_model_config(str(folder)), Build(ops))).step([(0, PROMPT)])
     assert expected.std() > 0.02
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
@@ -400,3 +414,12 @@ def test_requests_end_where_queries_would_be_scaled_by_position(allows, tmp_path
 
     with pytest.raises(ConfigError, match="65 is more than 64: queries are not scaled"):
         limit_context(asked, model_config, environment)
+
+
+def test_requests_of_llama4_end_with_the_first_chunk_and_before_queries_are_scaled(tmp_path):
+    tiny("llama4", tmp_path)
+    assert read_model_config(str(tmp_path)).context_length == 64
+
+    rewrite(tmp_path, lambda config: config["text_config"].update(floor_scale=50))
+
+    assert read_model_config(str(tmp_path)).context_length == 49

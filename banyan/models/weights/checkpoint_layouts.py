@@ -61,12 +61,12 @@ def with_plain_experts(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[
 def with_outputs_first(
     tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig
 ) -> Iterator[tuple[str, Stored]]:
-    """Transpose stacks of experts whose inputs come first, as Qwen3-VL's makers store them."""
+    """Transpose stacks of experts whose inputs come first, as Qwen3-VL and Llama 4 have them."""
     assert model_config.experts is not None
     dim, inner = model_config.hidden_size, model_config.experts.inner
     turned = {_PAIR: (dim, 2 * inner), _DOWN: (inner, dim)}
     for name, tensor in tensors:
-        last = name.rpartition(_EXPERTS)[2]
+        last = name.rpartition(".experts.")[2]
         is_turned = last in turned and tensor.shape[1:] == turned[last]
         is_square = is_turned and tensor.shape[1] == tensor.shape[2]
         if is_turned and not is_square and not isinstance(tensor, RawTensor):

@@ -156,10 +156,12 @@ def tensors_of(
         tensors = _of_gguf(tensors, model_config)
     if model_config.outer:  # only now: settings of quantisation use the checkpoint's names
         tensors = ((text_name(name) or name, tensor) for name, tensor in tensors)
-        if NESTED[model_config.outer].may_turn_stacks:
+    if model_config.architecture in FAMILIES:
+        names, outer = _names_of(model_config), model_config.outer
+        if names.has_gates_between:
+            tensors = with_plain_experts(tensors)
+        if names.has_inputs_first or (outer and NESTED[outer].may_turn_stacks):
             tensors = with_outputs_first(tensors, model_config)
-    if model_config.architecture in FAMILIES and _names_of(model_config).has_gates_between:
-        tensors = with_plain_experts(tensors)
     if model_config.shared is not None:
         tensors = with_numbered_blocks(tensors, model_config)
     for transform in transforms:

@@ -29,7 +29,7 @@ from banyan.config.schema import Config
 from banyan.engine_client.client import EngineClient
 from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.model_config.model_config import ModelConfig
-from banyan.scheduler.routing import ROUTES
+from banyan.scheduler.routing import FOLLOW_ROOM, ROUTES
 from banyan.server.admin.recordings import dumper
 from banyan.server.batches import resume_batches
 from banyan.server.http.listen import CLOSING_S, check_exposure
@@ -178,6 +178,7 @@ class Server:
             ROUTES.load(parallel.load_balance),
             parallel.uses_dp_attention,
             self._config.handoff.mode == "prefill",
+            parallel.load_balance == FOLLOW_ROOM,
         )
         return supervisors, fleet
 
