@@ -107,12 +107,12 @@ class DataParallelClient:
         self._sent += 1
         return stream
 
-    def refuse_if_full(self) -> None:
-        """RequestError 503 if the queue of every live engine is full."""
+    def refuse_if_full(self, caller: bytes = b"") -> None:
+        """RequestError 503 if the queue of every live engine is full for the caller."""
         refusal: RequestError | None = None
         for engine in self._working():
             try:
-                engine.refuse_if_full()
+                engine.refuse_if_full(caller)
             except RequestError as error:
                 refusal = error
             else:

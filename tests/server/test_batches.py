@@ -40,7 +40,7 @@ def client(site: Site) -> Iterator[openai.OpenAI]:
 def stop_work(site: Site) -> None:
     """End the work on batches as a server that shuts down does."""
     site.call(site.state.storage.close)
-    wait_until(site.state.storage.batches.work.done, 10, "the batch to stop")
+    wait_until(lambda: not site.state.storage.batches.num_working, 10, "the batch to stop")
 
 
 def test_every_line_is_answered_once(client: openai.OpenAI) -> None:
@@ -305,7 +305,7 @@ def test_a_line_on_which_the_engine_dies_twice_has_failed_and_the_others_go_on(
             else:
                 site.call(resume_batches, site.state)
             store = site.state.storage.batches
-            wait_until(lambda s=store: s.work is not None and s.work.done(), 20, "the work's end")
+            wait_until(lambda s=store: s.work and not s.num_working, 20, "the work's end")
             assert bool(site.state.dead) == (start < 2)
             asked.append([site.tokenizer.decode(r.prompt) for r in site.generator.asked])
             found = client.batches.retrieve(batch.id)
