@@ -220,17 +220,14 @@ class CachedPages:
         self._give_back = give_back
         self._on_evict = on_evict
         self._heaps: list[list[tuple[tuple[int, ...], int, Node]]] = [[] for _ in groups]
+        self.has_only_states = all(group.kind == STATE for group in groups)
+        """Then nodes of a running request may have no pages."""
         self.evictable = [0] * len(groups)
         """Per group, pages without a lock."""
         self.counts = [0] * len(groups)
         """Per group, pages that the tree owns."""
         self.evicted = 0
         """Pages evicted since the start, all groups."""
-
-    @property
-    def has_only_states(self) -> bool:
-        """All groups are STATE groups, so nodes of a running request may have no pages."""
-        return all(group.kind == STATE for group in self._groups)
 
     def attach(self, node: Node, group: int, pages: list[PageId], epoch: Epoch) -> None:
         """Give the node its pages of `group`; the tree owns them now."""
