@@ -61,7 +61,7 @@ class Scene:
             "kv_heads": KV_HEADS,
             "scale": self.scale,
         }
-        return operators.attend_single(**given | changed)
+        return operators.attention.attend_single(**given | changed)
 
     def together(self, operators: Operators, **changed) -> torch.Tensor:
         given = {
@@ -74,7 +74,7 @@ class Scene:
             "scale": self.scale,
             "window": 0,
         }
-        return operators.attend_together(**given | changed)
+        return operators.attention.attend_together(**given | changed)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ class TestNumbers:
     @pytest.mark.parametrize("window", [0, 20])
     def test_one_row(self, operators, scene, window):
         q = random(1, 30, HEADS, 64)
-        got = operators.attend_rows(
+        got = operators.attention.attend_rows(
             *(scene.on(q), *scene.pages, scene.on(scene.table[1:2]), LENGTHS[1:2], KV_HEADS),
             *(scene.scale, window),
         )
