@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="leave out the files that are marked live or slow",
+        help="leave out the files that start processes or take long",
     )
 
 
@@ -62,6 +62,7 @@ LAYERS = {
     "deploy/test_dashboards": "live",
     "disaggregation/": "model",
     "engine/test_multi_node": "live",
+    "examples/": "live",
     "hub/test_downloads": "live",
     "kv_transfer/test_file_store": "live",
     "layers/": "model",
@@ -134,8 +135,15 @@ LONGEST = [
     "ascend/emulation/test_ranks",
     "ascend/emulation/test_layouts",
 ]
-"""The longest files, the longest first: where several run at a time, none of them is last. They are
-marked `slow`."""
+"""The longest files, the longest first: where several run at a time, none of them is last."""
+NOT_QUICK = (
+    *LONGEST,
+    *("border/test_peer", "border/test_recorder", "border/test_store", "chat_template/test_chat"),
+    *("models/quantize/test_to_folder", "models/test_gguf", "ops/test_cpu_"),
+    *("runner/speculative/test_eagle", "runner/speculative/test_tree_growth"),
+    "runner/test_recorded_families",
+)
+"""Beginnings of the names of files that `make test-quick` leaves out, besides live ones."""
 
 
 MATRICES = ("ascend/emulation/", "models/", "ops/", "parallel/", "runner/", "system/")
@@ -161,7 +169,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not config.getoption("--quick") or not collection_path.match("test_*.py"):
         return None
     name = _name(str(collection_path.relative_to(config.rootpath)))
-    return _layer(name) == "live" or name in LONGEST or None
+    return _layer(name) == "live" or name.startswith(NOT_QUICK) or None
 
 
 def _turn(item: pytest.Item) -> tuple[bool, int]:
@@ -177,7 +185,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name = _name(item.nodeid)
         item.add_marker(_layer(name))
-        if name in LONGEST:
+        if name.startswith(NOT_QUICK):
             item.add_marker("slow")
     matrices = [item for item in items if _name(item.nodeid).startswith(MATRICES)]
     emulated = [item for item in matrices if _name(item.nodeid).startswith(EMULATED)]

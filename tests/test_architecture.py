@@ -95,7 +95,8 @@ SHELVES = {
 DOORS = ("server/anthropic/", "server/ollama/")
 """Routes in the words of another API. They only translate: what runs is a chat request's plan."""
 DOOR_IMPORTS = (
-    *("base.errors", "server", "chat_template.template", "parsers.answer_deltas"),
+    *("base.errors", "base.json_types", "server", "chat_template.template"),
+    "parsers.answer_deltas",
     *("requests.embeddings", "requests.context", "requests.request_spec.RequestSpec"),
     *(f"requests.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
 )

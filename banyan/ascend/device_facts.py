@@ -1,11 +1,8 @@
 """Facts of Ascend NPUs that flags depend on, and the checks at a start. No torch and no driver."""
 
-from collections.abc import Iterator
-
 from banyan.ascend.launch.facts import SOCS, Launch, arguments_of_config, read_model
 from banyan.ascend.launch.machine import find_soc, own_interfaces, own_packages
 from banyan.ascend.launch.rules import check as check_rules
-from banyan.ascend.launch.support import device_outcomes
 from banyan.ascend.variables import VARIABLES
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
@@ -14,7 +11,6 @@ from banyan.config.env import Environment
 from banyan.config.schema import Config
 
 log = logger(__name__)
-_NAME_COLUMN = 44
 
 
 def _check_start(config: Config, folder: str, environment: Environment) -> None:
@@ -52,12 +48,13 @@ def _launch(config: Config, folder: str, environment: Environment) -> Launch:
     )
 
 
-def _flag_outcomes(environment: Environment) -> Iterator[str]:
-    soc = environment.npu.soc if environment.npu.driver else find_soc() or "A3"
-    yield f"Flags on an {soc}, and the verdict of the documents' table on each"
-    for name, outcome in device_outcomes(soc).items():
-        why = f": {outcome.why}" if outcome.why else ""
-        yield f"{name:<{_NAME_COLUMN}}  {outcome.verdict} ({outcome.column or '-'}{why})"
+def chip_of(environment: Environment) -> str:
+    """The chip that rules and outcomes of a start are for; an A3 where none is seen."""
+    return environment.npu.soc if environment.npu.driver else find_soc() or "A3"
+
+
+def _is_here(environment: Environment) -> bool:
+    return bool(environment.npu.driver or find_soc())
 
 
 NPU = DeviceFacts(
@@ -69,5 +66,6 @@ NPU = DeviceFacts(
     ),
     variables=VARIABLES,
     check_start=_check_start,
-    flag_outcomes=_flag_outcomes,
+    chip=chip_of,
+    is_here=_is_here,
 )

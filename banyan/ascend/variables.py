@@ -77,6 +77,7 @@ VARIABLES = {
     "DEEPEP_NORMAL_LONG_SEQ_ROUND": Variable(REFUSED, "rows of a step go in one round"),
     "DEEP_USE_MODE": Variable(REFUSED, "rows go by one exchange of HCCL, all to all"),
     "ASCEND_MF_STORE_URL": Variable(READ, "MemFabric, whose engines meet there; rules 15"),
+    "MF_CONFIG_STORE_URL": Variable(READ, "as ASCEND_MF_STORE_URL, the newer name"),
     "ASCEND_MF_TRANSFER_PROTOCOL": Variable(
         READ, "MemFabric: sdma or device_rdma, else the chip's"
     ),

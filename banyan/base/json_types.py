@@ -17,6 +17,13 @@ def is_object(value: object) -> TypeGuard[dict[str, object]]:
     return isinstance(value, dict)
 
 
+def whole_number(value: object) -> object:
+    """A whole number that a client wrote as a float, as an integer; any other value unchanged."""
+    if type(value) is float and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
+
+
 def unique_json(text: str) -> object:
     """Parse JSON text without duplicate keys.
 

@@ -5,10 +5,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import CALLER, FairShare, TurnQueue
 from banyan.base.log import logger
 from banyan.base.os import num_cores
 
@@ -28,7 +28,8 @@ _MAX_LOST = 64
 class Pool(ThreadPoolExecutor):
     """A pool of daemon threads, which do not delay the exit of the process.
 
-    A thread that works on one job for longer than `lost_s` no longer counts. The next job starts
+    Callers (`CALLER`) take turns, and one caller's jobs leave a thread for other callers. A
+    thread that works on one job for longer than `lost_s` no longer counts. The next job starts
     another thread, so that endless jobs do not block the others.
 
     Args:
@@ -39,12 +40,13 @@ class Pool(ThreadPoolExecutor):
         super().__init__(number)
         self._number = number
         self._lost_s = lost_s
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._since: dict[str, float | None] = {}
-        """Thread -> start time of its job; None if it is idle."""
+        self._jobs: TurnQueue[Callable[[], None]] = TurnQueue(FairShare(number, reserved=1))
+        self._begun: dict[str, tuple[float, bytes] | None] = {}
+        """Thread -> start time and caller of its job; None if it is idle."""
+        self._lost: set[str] = set()
         self._num_open = 0
         """Jobs that have not ended."""
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._is_shut = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
@@ -58,43 +60,68 @@ class Pool(ThreadPoolExecutor):
             except BaseException as error:  # raised where the result is awaited
                 future.set_exception(error)
 
-        with self._lock:
+        with self._changed:
             if self._is_shut:
                 raise RuntimeError("the pool takes no more jobs")
             self._num_open += 1
-            self._jobs.put(job)
+            self._jobs.put(CALLER.get(), job)
+            self._drop_lost()
             self._add_thread()
+            self._changed.notify()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more jobs. Running jobs continue until the process ends, whatever `wait` is."""
-        with self._lock:
+        with self._changed:
             self._is_shut = True
-            for _ in self._since:
-                self._jobs.put(None)
+            self._changed.notify_all()
+
+    def _drop_lost(self) -> None:
+        """Give back the places of endless jobs. Called with the lock held."""
+        now = time.monotonic()
+        for name, begun in self._begun.items():
+            is_late = begun is not None and now - begun[0] > self._lost_s
+            if begun is None or not is_late or name in self._lost or len(self._lost) > _MAX_LOST:
+                continue
+            self._lost.add(name)
+            self._jobs.out.give_back(begun[1])
+            log.warning("a thread has worked on one job for %g s", self._lost_s)
 
     def _add_thread(self) -> None:
         """Start one more thread if a job would have none. Called with the lock held."""
-        now = time.monotonic()
-        begun = [since for since in self._since.values() if since is not None]
-        num_lost = sum(now - since > self._lost_s for since in begun)
-        is_full = len(self._since) - num_lost >= self._number or num_lost > _MAX_LOST
-        if is_full or len(self._since) >= self._num_open:
+        num_threads = len(self._begun)
+        if num_threads - len(self._lost) >= self._number or num_threads >= self._num_open:
             return
-        if num_lost:
-            log.warning("%d threads have worked on one job for %g s", num_lost, self._lost_s)
-        name = f"words_{len(self._since)}"
-        self._since[name] = None
+        name = f"words_{num_threads}"
+        self._begun[name] = None
         threading.Thread(target=self._work, args=(name,), name=name, daemon=True).start()
 
     def _work(self, name: str) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._since[name] = time.monotonic()
+        while (job := self._next(name)) is not None:
             job()
             job = None  # frees its text now; the next job may come much later
-            with self._lock:
-                self._since[name] = None
-                self._num_open -= 1
+            with self._changed:
+                self._end(name)
+
+    def _next(self, name: str) -> Callable[[], None] | None:
+        """The next job of this thread; None when the pool is shut."""
+        with self._changed:
+            while (found := self._jobs.get()) is None:
+                if self._is_shut:
+                    return None
+                self._changed.wait()
+            caller, job = found
+            self._begun[name] = (time.monotonic(), caller)
+            return job
+
+    def _end(self, name: str) -> None:
+        begun, self._begun[name] = self._begun[name], None
+        self._num_open -= 1
+        assert begun is not None
+        if name in self._lost:
+            self._lost.remove(name)
+        else:
+            self._jobs.out.give_back(begun[1])
 
 
 def use_threads(waiting: int = 0) -> None:

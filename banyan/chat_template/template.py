@@ -120,13 +120,14 @@ _PROBE_TOOL: Message = {
         "name": "PROBE_TOOL",
         "description": "D",
         "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        "x-member": "PROBE_MEMBER",
     },
 }
 
 _PROBE_TIME_S = 2.0
 """CPU seconds for one rendering at load."""
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_MEMBERS = ("reasoning_content", "thinking", "reasoning")
 
 
 NO_VARIABLES: Mapping[str, object] = {}
@@ -206,16 +207,28 @@ class ChatTemplate:
             **variables,
         }
         end = unused(inputs, 0) if continue_final_message else ""
+        is_marked = any(map(self._control.occurs_in, strings_of(inputs)))
+        mark = unused(inputs, 1) if is_marked else ""
+        last_call = None
         if end:
-            _append(cast(list[dict[str, object]], inputs["messages"]), end + " ")
-        mark = ""
-        if any(map(self._control.occurs_in, strings_of(inputs))):
-            mark = unused(inputs, 1)
+            messages = cast(list[dict[str, object]], inputs["messages"])
+            last_call = _open_call(messages, end)
+            if last_call is None:
+                _append(messages, end + " ")
+        if mark:
             inputs = cast(dict[str, object], mapped(inputs, lambda s: self._control.mark(s, mark)))
         text = self._render({"add_generation_prompt": add_generation_prompt, **inputs})
-        if end:
+        if last_call is not None:
+            if mark:
+                last_call = self._control.mark(last_call, mark)
+            text = _cut_before(text, end) + last_call
+        elif end:
             text = _cut(text, end)
         return unmarked(text, mark) if mark else RenderedChat(text)
+
+    def names(self, member: str) -> bool:
+        """Whether the template's source has this name of a message's or a tool's member."""
+        return member in self.source
 
     def _render(self, variables: Mapping[str, object]) -> str:
         try:
@@ -233,7 +246,9 @@ class ChatTemplate:
     def _adapted(self, message: Message) -> dict[str, object]:
         """A copy of the message in the form that this template reads."""
         adapted = dict(message)
-        reasoning = next((adapted[k] for k in _REASONING if adapted.get(k) is not None), None)
+        reasoning = next(
+            (adapted[k] for k in REASONING_MEMBERS if adapted.get(k) is not None), None
+        )
         if reasoning is not None:
             adapted = {"thinking": reasoning, **adapted, "reasoning_content": reasoning}
         content = adapted.get("content")
@@ -273,10 +288,11 @@ class ChatTemplate:
         self.takes_calls = "PROBE_CALL" in as_text or "PROBE_CALL" in as_object
         system = {"role": "system", "content": "SYSTEM"}
         self.takes_system = "SYSTEM" in self._tried([system, user])
-        shown = (self._tried(m, [_PROBE_TOOL]) for m in ([user], [system, user]))
+        shown = [self._tried(m, [_PROBE_TOOL]) for m in ([user], [system, user])]
         late = {"role": "system", "content": "LATE"}
         self.takes_late_system = "LATE" in self._tried([system, user, late])
         self.takes_tools = any("PROBE_TOOL" in text for text in shown)
+        self.shows_whole_tools = any("PROBE_MEMBER" in text for text in shown)
 
     def _tried(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         variables = {"messages": messages, "tools": tools, "add_generation_prompt": False}
@@ -337,9 +353,36 @@ def load_chat(tokenizer: Tokenizer, source: str | None = None) -> Chat:
     return Chat(tokenizer, template)
 
 
+def _open_call(messages: list[dict[str, object]], end: str) -> str | None:
+    """Put `end` in place of the last call's arguments, and return them; None without a call."""
+    calls = messages[-1].get("tool_calls") if messages else None
+    call = calls[-1] if isinstance(calls, list) and calls else None
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(calls, list) or not isinstance(function, Mapping):
+        return None
+    given = function.get("arguments")
+    marked = {**cast(Message, call), "function": {**function, "arguments": end}}
+    messages[-1]["tool_calls"] = [*calls[:-1], marked]
+    return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+
+
+def _cut_before(text: str, end: str) -> str:
+    """Cut `text` where the arguments of the last call begin."""
+    text = text.replace(_escaped(end), end)
+    at = text.rfind(end)
+    if at < 0:
+        raise RequestError(
+            "the chat template does not write the arguments of a call as JSON, so a message that "
+            "ends with one cannot be continued",
+            param="continue_final_message",
+        )
+    is_quoted = text[at - 1 : at] == '"' and text[at + len(end) : at + len(end) + 1] == '"'
+    return text[: at - 1 if is_quoted else at]
+
+
 def _append(messages: list[dict[str, object]], end: str) -> None:
     """Append `end` to the text of the last message, which the answer continues."""
-    content = messages[-1].get("content") if messages else None
+    content = messages[-1].get("content") or "" if messages else None
     if isinstance(content, str):
         messages[-1]["content"] = content + end
         return

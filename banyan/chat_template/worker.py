@@ -32,6 +32,7 @@ MAX_SOURCE_CHARS = 1 << 20
 MAX_OUTPUT_CHARS = 32 << 20
 
 _FILTERS = (
+    *("attr", "batch", "pprint", "slice", "sum", "truncate", "urlencode", "wordwrap"),
     *("abs", "capitalize", "center", "count", "d", "default", "dictsort", "e", "escape", "first"),
     *("float", "forceescape", "format", "groupby", "indent", "int", "items", "join", "last"),
     *("length", "list", "lower", "map", "max", "min", "random", "reject", "rejectattr", "replace"),

@@ -30,6 +30,8 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.cli import parse
 from banyan.config.env import Environment, read_environment
+from banyan.config.flags import outcome
+from banyan.config.flags.table import find
 
 USAGE = """banyan check [MODEL] [flags of banyan serve] [--soc A2|A3] [--env FILE] [--relaxed]
 banyan check --rules
@@ -90,7 +92,9 @@ def check(argv: Sequence[str]) -> int:
         print(f"{'buffer':<8} {buffer.line}")
     for line in left_out(launch):
         print(f"{'open':<8} {line}")
-    refusal = refusal_of(words, environment)
+    for line in _without_effect(launch):
+        print(f"{'ignored':<8} {line}")
+    refusal = refusal_of(words, environment, launch.soc.name)
     if refusal:
         print(f"{'build':<8} {refusal}")
     errors = sum(finding.is_error for finding in findings)
@@ -128,13 +132,29 @@ def _model(source: str) -> LaunchModel | None:
     return found or known_model(source)
 
 
-def refusal_of(words: Sequence[str], environment: Environment) -> str:
-    """What this build says to the flags, "" when it would go on with them."""
+def _without_effect(launch: Launch) -> Iterator[str]:
+    """A line for each flag that the start accepts without an effect on this chip."""
+    for flag, value in launch.arguments.items():
+        found = outcome.outcome_of(find(flag, abbreviate=False), value, launch.soc.name)
+        if value is not False and found.verdict in (outcome.NOTHING, outcome.MISSING):
+            yield f"--{flag}: {found.text}"
+
+
+def refusal_of(words: Sequence[str], environment: Environment, soc: str) -> str:
+    """The flags that this build refuses on a chip, with the reasons; "" if it starts with them."""
     try:
-        parse(words, environment)
+        parse(["--device", "npu", *words], environment)
     except ConfigError as error:
         return str(error)
-    return ""
+    outcomes = (
+        (flag, outcome.outcome_of(find(flag, abbreviate=False), value, soc))
+        for flag, value in arguments_of_words(list(words), environment).items()
+        if value is not False
+    )
+    refused = (
+        f"--{flag}: {each.text}" for flag, each in outcomes if each.verdict == outcome.REFUSED
+    )
+    return "; ".join(refused)
 
 
 def recipe(argv: Sequence[str]) -> int:
@@ -201,7 +221,7 @@ def _remarks(plan: LaunchPlan) -> Iterator[str]:
         if not finding.is_error:
             yield f"warning: {node.role}: {finding.line}"
     for node in plan.nodes:
-        refused = refusal_of(node.words, read_environment(node.variables))
+        refused = refusal_of(node.words, read_environment(node.variables), plan.wish.soc.name)
         if refused:
             yield f"this build does not start it yet: {node.role}: {refused}"
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from banyan.base.log import start_logging
 from banyan.config.cli import Given, read, shown, value_of
 from banyan.config.defaults import settle
-from banyan.config.devices import facts_of
+from banyan.config.devices import outcome_device
 from banyan.config.env import read_environment
 from banyan.config.flags.table import GROUPS
 from banyan.config.prepare import prepare_with_origins
-from banyan.config.reference import count_line, reference
+from banyan.config.reference import count_line, outcome_lines, reference
 from banyan.platform import open_platform
 from banyan.server.http.listen import check_exposure
 
@@ -23,9 +23,9 @@ banyan config --reference | --count
 
 Shows the configuration that `banyan serve` would have with these flags, as a file for --config;
 the origin of each value is in a comment. What `banyan serve` would refuse before it loads the
-model is refused here too. --reference prints docs/server_arguments.md instead, and --count how many
-of the documented flags work. With --device npu it also says which flags work on this machine's
-Ascend NPUs, which do not apply and which are refused.
+model is refused here too. The flags that do not work on the device follow, with the reasons.
+--reference prints docs/server_arguments.md instead, and --count how many of the documented flags
+work on each device.
 """
 
 _ORIGIN_COLUMN = 48
@@ -52,9 +52,8 @@ def config(argv: Sequence[str]) -> int:
     origins = {**given.origins, **ruled, **settled}
     for line in _lines(Given(resolved, origins)):
         print(line)
-    if flag_outcomes := facts_of(resolved).flag_outcomes:
-        for line in flag_outcomes(environment):
-            print(f"# {line}")
+    for line in outcome_lines(outcome_device(resolved, environment)):
+        print(f"# {line}")
     for note in resolved.observe.notes:
         print(note, file=sys.stderr)
     return 0

@@ -62,6 +62,7 @@ def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
         parse(flags, environment)
 
     config = read_flags(argv, environment.flags, check_servers, defaults)
+    config = replace(config, secret=environment.dist_secret)
     start_logging("router", config.observe.log_level)
     log_always(log, config.observe.notes)
     from banyan.router.lifecycle import run_router
@@ -82,7 +83,12 @@ def _servers(config: RouterConfig) -> Generator[tuple[list[WorkerSpec], list[Chi
     """Servers of the router's own on loopback ports, stopped at the end of the block."""
     specs: list[WorkerSpec] = []
     children: list[Child] = []
-    keys = {"--api-key": config.server.api_key, "--admin-api-key": config.server.admin_api_key}
+    server = config.server
+    keys = {
+        "--api-key": server.api_key,
+        "--api-key-file": server.api_key_file,
+        "--admin-api-key": server.admin_api_key,
+    }
     shared = [word for flag, key in keys.items() if key for word in (flag, key)]
     try:
         for number in range(config.pool.count if config.pool.start else 0):

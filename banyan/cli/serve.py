@@ -68,7 +68,9 @@ def serve(argv: Sequence[str]) -> int:
 
         gc.freeze()
         gc.enable()
-        return run_server(config, partial(prepare, config, environment), start_engine)
+        return run_server(
+            config, partial(prepare, config, environment), start_engine, environment.dist_secret
+        )
 
 
 def _keep_ranks(config: Config, environment: Environment) -> int:

@@ -12,9 +12,18 @@ from functools import partial
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.argv import MODEL_HINT, plain, read_mapping, split
-from banyan.config.devices import facts_of
+from banyan.config.devices import choose_device, facts_of, outcome_device
 from banyan.config.env import Environment
-from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
+from banyan.config.flags.flag import FLOAT, INT, LISTS, SWITCH, TEXT, Absent, Flag, Replaced
+from banyan.config.flags.outcome import (
+    DEFAULT,
+    MISSING,
+    REFUSED,
+    WORKS,
+    Outcome,
+    outcome_of,
+    remark,
+)
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
 from banyan.config.rules.ignored import ignored_flags
 from banyan.config.schema import UNSAID, Config
@@ -73,7 +82,10 @@ class _Reading:
     """What one start has read so far: notes for people, refusals, and the file that was named."""
 
     notes: list[str] = field(default_factory=list[str])
-    refusals: dict[str, Absent] = field(default_factory=dict[str, Absent])
+    given: dict[str, tuple[Absent, object]] = field(
+        default_factory=dict[str, tuple[Absent, object]]
+    )
+    """Spelling -> the flag without an effect of its own, and its value."""
     illegal: list[ConfigError] = field(default_factory=list[ConfigError])
     """Values that flags do not take, kept for the end like the refusals."""
     files: list[str] = field(default_factory=list[str])
@@ -103,23 +115,27 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
     command_line = _read_arguments(argv, reading)
     variables = _read_variables(environment, reading)
     file = _read_files(reading)
-    if reading.refusals or environment.refusals:
+    values = {**file.values, **variables.values, **command_line.values}
+    config = choose_device(build(values), environment)
+    origins = {**file.origins, **variables.origins, **command_line.origins}
+    outcomes = _outcomes(reading, config, origins, outcome_device(config, environment))
+    refusals = {name: each for name, each in outcomes.items() if each.verdict == REFUSED}
+    if refusals or environment.refusals:
         also = [error.text for error in reading.illegal]
-        raise _refusal(reading.refusals, [*environment.refusals, *also])
+        raise _refusal(refusals, [*environment.refusals, *also])
     if reading.illegal:
         text = "; ".join(error.text for error in reading.illegal)
         raise ConfigError(text, hint=reading.illegal[0].hint)
-    values = {**file.values, **variables.values, **command_line.values}
     _check_open_lists(reading, values)
-    config = build(values)
-    origins = {**file.origins, **variables.origins, **command_line.origins}
-    said = reading.notes
+    said = [*reading.notes, *(_accepted(name, each) for name, each in outcomes.items())]
     if own_variables := facts_of(config).variables:
         if environment.npu_refusals:
             raise ConfigError("; ".join(environment.npu_refusals))
         others = (note for note in said if note.partition(" ")[0] not in own_variables)
         said = [*others, *environment.npu_notes]
-    notes = (*said, *ignored_flags(config, origins, environment))
+    reported = {note.partition(" ")[0] for note in said}
+    ignored = ignored_flags(config, origins, environment)
+    notes = (*said, *(note for note in ignored if note.partition(" ")[0] not in reported))
     config = replace(config, observe=replace(config.observe, notes=notes, origins=origins))
     return Given(config, origins)
 
@@ -196,7 +212,7 @@ def help_text() -> str:
         for flag in flags:
             names = ", ".join(f"--{n}" for n in (flag.name, *flag.aliases))
             lines += wrapped(f"  {names} {flag.metavar.replace('|', ' | ')}")
-            lines += wrapped(f"      {flag.help}{_default_text(flag)}")
+            lines += wrapped(f"      {flag.help}{_default_text(flag)}{remark(flag)}")
     return "\n".join(lines)
 
 
@@ -347,24 +363,41 @@ def _meet(
         layer.put(known, value, spelled)
     elif isinstance(known, Absent):
         layer.compare(known.name, value, spelled)
-        _meet_absent(known, value, spelled + old, reading)
+        reading.given[spelled + old] = (known, value)
 
 
-def _meet_absent(known: Absent, value: object, spelled: str, reading: _Reading) -> None:
-    if known.asks_for_nothing(value):
-        reading.note(f"{spelled} {_as_text(value)} is accepted: this is the default")
-    elif known.outcome == REFUSED:
-        has_values = (known.neutral or known.choices) and not spelled.endswith(")")
-        named = f"{spelled} {_as_text(value)}" if has_values else spelled
-        reading.refusals[named] = known
-    elif known.outcome == BELONGS:
-        what = f"its feature is missing ({known.why})"
-        reading.note(f"{spelled} is accepted but has no effect: {what}")
-    else:
-        reading.note(f"{spelled} is accepted but has no effect: {known.why}")
+def _outcomes(
+    reading: _Reading, config: Config, origins: Mapping[str, str], device: str
+) -> dict[str, Outcome]:
+    """The outcome on a device of each given flag that does not simply work, by its spelling."""
+    found: dict[str, Outcome] = {}
+    for spelled, (known, value) in reading.given.items():
+        outcome = outcome_of(known, value, device)
+        is_default = known.asks_for_nothing(value)
+        has_values = outcome.verdict == REFUSED and (known.neutral or known.choices)
+        is_shown = is_default or (has_values and not spelled.endswith(")"))
+        found[f"{spelled} {_as_text(value)}" if is_shown else spelled] = outcome
+    for _, flags in GROUPS:
+        for flag in flags:
+            value = value_of(config, flag)
+            is_given = flag.field in origins and value != default_of(flag)
+            if not is_given or (flag.kind == SWITCH and value != flag.sets):
+                continue
+            outcome = outcome_of(flag, value, device)
+            if outcome.verdict != WORKS:
+                is_shown = flag.kind in (TEXT, INT, FLOAT)
+                found[f"--{flag.name} {value}" if is_shown else f"--{flag.name}"] = outcome
+    return found
 
 
-def _refusal(refusals: Mapping[str, Absent], variables: Sequence[str]) -> ConfigError:
+def _accepted(spelled: str, outcome: Outcome) -> str:
+    if outcome.why == DEFAULT:
+        return f"{spelled} is accepted: {DEFAULT}"
+    why = f"its feature is missing ({outcome.why})" if outcome.verdict == MISSING else outcome.why
+    return f"{spelled} is accepted but has no effect: {why}"
+
+
+def _refusal(refusals: Mapping[str, Outcome], variables: Sequence[str]) -> ConfigError:
     """One error for all that was asked for and is absent, so that no two starts find one each."""
     reasons = dict.fromkeys((flag.why, flag.use) for flag in refusals.values())
     parts = list(variables)

@@ -1,7 +1,9 @@
 """Facts of devices that flags depend on, known before a device is opened. No torch."""
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 
 from banyan.base.table import Table
 from banyan.config.env import Environment
@@ -28,17 +30,20 @@ class HostTierFacts:
 class DeviceFacts:
     """
     Attributes:
+        is_open: no device is named; the start chooses one.
         is_host: weights and pages already lie in memory of the host.
         compiles_kernels: its kernels are compiled on this machine, at the first start.
         drafts_trees: draft trees are the default for models that have them.
         attention: the attention backend of this device alone; "" = none has its name.
         host_tier: None = its pages cannot lie in memory of the host as well.
+        chip: the chip of this machine in `config/flags/outcomes.tsv`; None = the device's name.
+        is_here: whether this machine has such a device.
         variables: environment variables of its documents; Environment has their outcomes.
         check_start: checks a start: the Config as it was given, the folder of the model ("" before
             that is found) and the environment; raises ConfigError.
-        flag_outcomes: a line per documented flag, what it does on this machine's chip.
     """
 
+    is_open: bool = False
     is_host: bool = False
     compiles_kernels: bool = False
     drafts_trees: bool = False
@@ -46,10 +51,11 @@ class DeviceFacts:
     host_tier: HostTierFacts | None = None
     variables: Collection[str] = ()
     check_start: Callable[[Config, str, Environment], None] | None = None
-    flag_outcomes: Callable[[Environment], Iterator[str]] | None = None
+    chip: Callable[[Environment], str] | None = None
+    is_here: Callable[[Environment], bool] | None = None
 
 
-AUTO = DeviceFacts(compiles_kernels=True, drafts_trees=True)
+AUTO = DeviceFacts(is_open=True, compiles_kernels=True, drafts_trees=True)
 CPU = DeviceFacts(is_host=True, compiles_kernels=True, drafts_trees=True)
 CUDA = DeviceFacts(
     host_tier=HostTierFacts(("kernel", "direct"), ("page_first_direct", "page_first")),
@@ -70,3 +76,24 @@ def facts_of(config: Config) -> DeviceFacts:
     """The facts of `--device`; the defaults for a device of another package without any."""
     name = config.device.name
     return DEVICES.load(name) if name in DEVICES else DeviceFacts()
+
+
+def choose_device(config: Config, environment: Environment) -> Config:
+    """With the device whose own attention is named, where no device is and this machine has it."""
+    device = config.device
+    for name in DEVICES if facts_of(config).is_open else ():
+        facts = DEVICES.load(name)
+        is_named = facts.attention and facts.attention == device.attention
+        if is_named and facts.is_here is not None and facts.is_here(environment):
+            return replace(config, device=replace(device, name=name))
+    return config
+
+
+def outcome_device(config: Config, environment: Environment) -> str:
+    """The device of a start as the table of outcomes calls it. No torch is imported for "auto"."""
+    if chip := facts_of(config).chip:
+        return chip(environment)
+    if not facts_of(config).is_open:
+        return config.device.name
+    has_driver = Path("/dev/nvidiactl").exists() and not version("torch").endswith("+cpu")
+    return "cuda" if has_driver else "cpu"

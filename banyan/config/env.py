@@ -12,6 +12,8 @@ from banyan.ascend.variables import notes_on_npu, refusals_on_npu
 from banyan.config.variables import OF_LAUNCHES, SETTINGS, notes_on, refusals_of
 
 _PREFIX = "BANYAN_"
+_STORE, _NEW_STORE = "ASCEND_MF_STORE_URL", "MF_CONFIG_STORE_URL"
+"""Two names of the store of MemFabric; its newer releases use the second."""
 _TRUE = ("1", "true", "yes", "on")
 
 _SECRETS = ("BANYAN_API_KEY", "BANYAN_ADMIN_API_KEY", "BANYAN_DIST_SECRET", "HF_TOKEN")
@@ -101,6 +103,10 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         for name, text in sorted(given.items())
         if name.startswith(_PREFIX) and name not in _OWN_SWITCHES
     }
+    store = given.get(_STORE, "") or given.get(_NEW_STORE, "")
+    both = {given.get(name, "").strip() for name in (_STORE, _NEW_STORE)} - {""}
+    disagreeing = (f"{_STORE} and {_NEW_STORE} name two stores",) if len(both) > 1 else ()
+    launch = {name: given[name] for name in OF_LAUNCHES if given.get(name)}
     home = given.get("HF_HOME", "")
     return Environment(
         flags=flags,
@@ -119,16 +125,16 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             given.get("BANYAN_NPU_SOC", "") or "A3",
             is_on("BANYAN_NPU_CHECKS"),
             given.get("HCCL_BUFFSIZE", "").strip(),
-            given.get("ASCEND_MF_STORE_URL", "").strip(),
+            store.strip(),
             given.get("ASCEND_MF_TRANSFER_PROTOCOL", "").strip(),
             given.get("DEEPEP_HCCL_BUFFSIZE", "").strip(),
             is_on("DEEP_NORMAL_MODE_USE_INT8_QUANT"),
             is_on("SGLANG_NPU_USE_MLAPO"),
             is_on("SGLANG_USE_FIA_NZ"),
         ),
-        launch={name: given[name] for name in OF_LAUNCHES if given.get(name)},
+        launch=launch | ({_STORE: store} if store else {}),
         notes=notes_on(given),
         refusals=refusals_of(given),
         npu_notes=notes_on_npu(given),
-        npu_refusals=refusals_on_npu(given),
+        npu_refusals=(*refusals_on_npu(given), *disagreeing),
     )

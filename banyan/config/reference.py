@@ -1,13 +1,23 @@
 """Generates docs/server_arguments.md, the reference of every flag and environment variable."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from banyan.config import variables
 from banyan.config.cli import default_of
 from banyan.config.flags.flag import BELONGS, IDLE, REFUSED, SWITCH, Absent, Flag
+from banyan.config.flags.outcome import (
+    DEVICES,
+    VERDICTS,
+    WORKS,
+    Outcome,
+    counts,
+    differing,
+    outcome_rows,
+)
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, REPLACED, known_flags
 from banyan.config.schema import UNSAID
+
+_NAME_COLUMN = 44
 
 _HEAD = """# Server arguments
 
@@ -38,16 +48,27 @@ _DIFFERENCES = """## Defaults that differ from SGLang's
 """
 
 
+_DEVICE_NAMES = {"cpu": "CPU", "cuda": "CUDA GPU", "A2": "Ascend A2", "A3": "Ascend A3"}
+
+
 def count_line() -> str:
-    """Number of server arguments per outcome; the README shows this sentence too."""
-    outcomes = Counter(_outcome(flag) for flag in known_flags() if flag.documented)
-    outcomes["works"] += 1 + sum(len(f.old) for _, flags in GROUPS for f in flags)
+    """Number of server arguments that work on each device; the README has this sentence too."""
+    works = {device: counts(device)[WORKS] for device in DEVICES}
+    assert works["A2"] == works["A3"]
     return (
-        f"Of SGLang's {outcomes.total()} documented server arguments {outcomes['works']} work, "
-        f"{outcomes[IDLE]} are accepted and ignored because they have nothing to do here, "
-        f"{outcomes[BELONGS]} are accepted and ignored because their feature is missing, and "
-        f"{outcomes[REFUSED]} are refused. A log line explains each ignored or refused flag."
+        f"Of SGLang's {counts(DEVICES[0]).total()} documented server arguments, {works['cpu']} "
+        f"work on CPUs, {works['cuda']} on CUDA GPUs and {works['A3']} on Ascend NPUs. A log line "
+        "explains every other one."
     )
+
+
+def outcome_lines(device: str) -> Iterator[str]:
+    """For `banyan config`: the counts of a device, and a line for each flag that does not work."""
+    found = counts(device)
+    verdicts = ", ".join(f"{found[verdict]} {verdict}" for verdict in VERDICTS)
+    yield f"Documented flags on {device}: {verdicts}"
+    for flag, outcome in differing(device):
+        yield f"{flag:<{_NAME_COLUMN}}  {outcome.text}"
 
 
 def reference() -> str:
@@ -55,6 +76,7 @@ def reference() -> str:
     return "\n".join(
         [
             _HEAD + count_line() + "\n",
+            *_by_device(),
             *_working(),
             *_accepted("Ignored flags: nothing to do", IDLE),
             *_accepted("Ignored flags: missing feature", BELONGS),
@@ -66,13 +88,28 @@ def reference() -> str:
     )
 
 
-def _outcome(flag: object) -> str:
-    if isinstance(flag, Flag):
-        return "works"
-    if isinstance(flag, Absent):
-        return flag.outcome
-    by_name = {known.name: known for known in known_flags()}
-    return _outcome(by_name[flag.successor])  # type: ignore[attr-defined]
+def _by_device() -> Iterator[str]:
+    yield "## Flags by device\n"
+    yield "Documented flags with each outcome:\n"
+    yield from _table("device", *VERDICTS)
+    for device in DEVICES:
+        found = counts(device)
+        yield from _row(_DEVICE_NAMES[device], *(str(found[verdict]) for verdict in VERDICTS))
+    yield ""
+    yield "*Missing*: the flag is accepted, and tunes a feature that is absent. *Refused*: it ends"
+    yield "the start. These outcomes depend on the device; the sections below have all others.\n"
+    yield from _table("flags", "values", "device", "outcome", "why", "what to use")
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for known in known_flags():
+        for row in outcome_rows().get(known.name, ()):
+            key = (" ".join(row.values), ", ".join(row.devices), row.outcome)
+            groups.setdefault(key, []).append(known.name)
+    for (values, devices, outcome), flags in groups.items():
+        assert isinstance(outcome, Outcome)
+        given = f"`{_shortened(str(values))}`" if values else ""
+        cells = (outcome.verdict, outcome.why, outcome.use)
+        yield from _row(_names(*flags), given, str(devices), *cells)
+    yield ""
 
 
 def _working() -> Iterator[str]:
@@ -148,6 +185,12 @@ def _by_reason(outcome: str) -> dict[tuple[str, str], list[Absent]]:
         if isinstance(flag, Absent) and flag.outcome == outcome:
             found.setdefault((flag.why, flag.use), []).append(flag)
     return found
+
+
+def _shortened(values: str) -> str:
+    """Long lists of values are cut: the first ones, and how many follow."""
+    words = values.split()
+    return values if len(words) <= 8 else f"{' '.join(words[:4])} … ({len(words)} values)"
 
 
 def _neutral(flag: Absent) -> str:

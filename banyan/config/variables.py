@@ -43,6 +43,7 @@ IDLE = {
     "SGLANG_USE_FIA_NZ": "the fractal page layout (NZ) exists on Ascend NPUs only",
     "SGLANG_USE_AG_AFTER_QLORA": _NO_ASCEND,
     "ASCEND_MF_STORE_URL": _NO_TRANSFER,
+    "MF_CONFIG_STORE_URL": _NO_TRANSFER,
     "DEEP_NORMAL_MODE_USE_INT8_QUANT": "rows are sent to experts without quantization",
     "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "the scheduler broadcasts one plan and gathers nothing",
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "planning overlaps with the running step already",

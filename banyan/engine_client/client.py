@@ -63,7 +63,7 @@ class Engines(Protocol):
     def stats(self) -> Stats: ...
     async def ready(self) -> Ready: ...
     def submit(self, generate: Generate) -> EventStream: ...
-    def refuse_if_full(self) -> None: ...
+    def refuse_if_full(self, caller: bytes = b"") -> None: ...
     def abort(self, request: RequestId) -> None: ...
     def stop_at(self, request: RequestId, length: int) -> None: ...
     async def control(
@@ -191,26 +191,28 @@ class EngineClient:
         if generate.request in self.streams:
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
         most = self._limits.max_open
-        if most and len(self.streams) >= most:
+        if most and not self.streams.fits(generate.caller, most):
             raise RequestError(
-                f"{len(self.streams)} sequences are open; at most {most} are taken",
+                f"{len(self.streams)} sequences are open; at most {most} are taken, and a part of "
+                "them is kept for other callers",
                 status=429,
                 code="too_many_requests",
                 hint="Try again later",
             )
-        self.refuse_if_full()
+        self.refuse_if_full(generate.caller)
         self._refuse_unless_sendable(generate)
         stream = EventStream(self, generate, self._limits.max_waiting_events, self._is_kept_up)
         self.streams.add(stream, is_queued=not generate.grammar)
         self._connection.post(generate)
         return stream
 
-    def refuse_if_full(self) -> None:
-        """RequestError 503 if the engine's queue is certainly full: more requests are open than
-        can run and wait. Refusing here saves parsing the request and a message to the engine."""
+    def refuse_if_full(self, caller: bytes = b"") -> None:
+        """RequestError 503 if the engine's queue is certainly full, or the caller's share of it:
+        more requests are open than can run and wait. Refusing here saves parsing the request and a
+        message to the engine."""
         if not self._limits.max_queued or self._ready is None:
             return
-        if self.streams.num_queued >= self._ready.max_running + self._limits.max_queued:
+        if not self.streams.queue_fits(caller, self._ready.max_running + self._limits.max_queued):
             raise RequestError("The request queue is full.", status=503, code="queue_full")
 
     def take_over(self, stream: EventStream) -> None:

@@ -36,8 +36,9 @@ class DataParallelClient:
         engines: at least one.
         route: chooses the engine of a request.
         uses_dp_attention: the engines compute each step together and end together.
-        is_prefill_side: a request goes to the engine that its bootstrap room selects, unless it
-            names one itself (PD disaggregation).
+        is_prefill_side: the engines compute prompts for other servers (PD disaggregation).
+        follows_room: a request goes to the engine that its bootstrap room selects, unless it names
+            one itself; always so on the prefill side.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class DataParallelClient:
         route: Route,
         uses_dp_attention: bool = False,
         is_prefill_side: bool = False,
+        follows_room: bool = False,
     ) -> None:
         self._is_prefill_side = is_prefill_side
+        self._follows_room = is_prefill_side or follows_room
         self._engines = tuple(engines)
         self._uses_dp_attention = uses_dp_attention
         self._route = route
@@ -94,7 +97,7 @@ class DataParallelClient:
                 f"There are {len(self._engines)} replicas, and none number {wanted}.",
                 param="routed_dp_rank",
             )
-        if wanted < 0 and self._is_prefill_side and generate.transfer_id:
+        if wanted < 0 and self._follows_room and generate.transfer_id:
             wanted = replica_of(generate.transfer_id, len(self._engines))
         if wanted >= 0:
             return self._engines[wanted].submit(generate)
@@ -104,12 +107,12 @@ class DataParallelClient:
         self._sent += 1
         return stream
 
-    def refuse_if_full(self) -> None:
-        """RequestError 503 if the queue of every live engine is full."""
+    def refuse_if_full(self, caller: bytes = b"") -> None:
+        """RequestError 503 if the queue of every live engine is full for the caller."""
         refusal: RequestError | None = None
         for engine in self._working():
             try:
-                engine.refuse_if_full()
+                engine.refuse_if_full(caller)
             except RequestError as error:
                 refusal = error
             else:

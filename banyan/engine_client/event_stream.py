@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from banyan.base.fair_share import FairShare
 from banyan.base.ids import RequestId
 from banyan.messages.events import Failed, Finished, Tokens
 from banyan.messages.requests import Generate
@@ -33,6 +34,7 @@ class EventStream(Chunks[StreamEvent]):
     ) -> None:
         self.owner = owner
         self.request = generate.request
+        self.caller = generate.caller
         self.num_prompt = len(generate.tokens) // TOKEN_BYTES
         self.tokens = self.num_prompt + generate.sampling.max_new_tokens
         """Prompt length plus the longest possible output."""
@@ -99,6 +101,7 @@ class OpenStreams:
         self._open: dict[RequestId, EventStream] = {}
         self.find: Callable[[RequestId], EventStream | None] = self._open.get
         self._queued: set[RequestId] = set()
+        self._open_by, self._queued_by = FairShare(0), FairShare(0)
         self.tokens = 0
         """Sum of prompt lengths and longest possible outputs."""
 
@@ -117,22 +120,38 @@ class OpenStreams:
         being aborted."""
         return len(self._queued)
 
+    def fits(self, caller: bytes, most: int) -> bool:
+        """Whether `caller` may open one more request, if at most `most` may be open."""
+        self._open_by.most = most
+        return self._open_by.fits(caller)
+
+    def queue_fits(self, caller: bytes, most: int) -> bool:
+        """Like `fits`, of the requests that `num_queued` counts."""
+        self._queued_by.most = most
+        return self._queued_by.fits(caller)
+
     def add(self, stream: EventStream, is_queued: bool = True) -> None:
         self._open[stream.request] = stream
         self.tokens += stream.tokens
+        self._open_by.take(stream.caller)
         if is_queued:
             self._queued.add(stream.request)
+            self._queued_by.take(stream.caller)
 
     def mark_ending(self, request: RequestId) -> None:
         """Mark a request whose end was requested: the engine frees it before it reads later
         messages."""
-        self._queued.discard(request)
+        if request in self._queued:
+            self._queued.remove(request)
+            self._queued_by.give_back(self._open[request].caller)
 
     def remove(self, request: RequestId) -> EventStream | None:
-        stream = self._open.pop(request, None)
-        if stream is not None:
-            self.tokens -= stream.tokens
-            self._queued.discard(request)
+        if request not in self._open:
+            return None
+        self.mark_ending(request)
+        stream = self._open.pop(request)
+        self.tokens -= stream.tokens
+        self._open_by.give_back(stream.caller)
         return stream
 
     def end(self, ended: Sequence[EventStream], text: str, code: str) -> None:
@@ -143,7 +162,7 @@ class OpenStreams:
 
     def release(self) -> list[EventStream]:
         """Remove and return all streams: their requests go to another engine."""
-        released, self.tokens = self.all(), 0
-        self._open.clear()
-        self._queued.clear()
+        released = self.all()
+        for stream in released:
+            self.remove(stream.request)
         return released

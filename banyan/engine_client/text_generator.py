@@ -30,7 +30,7 @@ from banyan.requests.generation import (
 from banyan.requests.request_spec import LAST_HIDDEN, RequestSpec
 from banyan.requests.sampling_params import Limits
 from banyan.tokenizer.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
-from banyan.tokenizer.stop_strings import StopChecker
+from banyan.tokenizer.stop_strings import StopChecker, TextOptions
 from banyan.tokenizer.tokenizer import Tokenizer
 
 log = logger(__name__)
@@ -156,7 +156,11 @@ class TextDecoder:
         options = request.text
         tail = [] if request.message.embeds else request.prompt[-PROMPT_TAIL_TOKENS:]
         self._detokenizer = Detokenizer(tokenizer, tail, options)
-        self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
+        self._hidden = HiddenTokens(tokenizer, options)
+        self._keeps_stop = options.no_stop_trim
+        self._checker = StopChecker(
+            (*options.stop, *self._hidden.stops), options.stop_regex, options.no_stop_trim
+        )
         self.has_stops = bool(options.stop or options.stop_regex)
         self.push = self._push if self.has_stops else self._detokenizer.push
         """Text that these tokens make final. Without stops, several tokens at once."""
@@ -164,14 +168,65 @@ class TextDecoder:
     @property
     def stopped_by(self) -> str | None:
         """The stop string or regex that was found."""
-        return self._checker.match and self._checker.match.matched
+        match = self._checker.match
+        return None if match is None else self._hidden.stops.get(match.matched, match.matched)
 
     def _push(self, tokens: Sequence[int]) -> str:
-        return self._checker.push(self._detokenizer.push(tokens))
+        text = self._detokenizer.push(tokens)
+        if self._hidden.stops:
+            text += self._hidden.marks_of(tokens)
+        return self._shown(self._checker.push(text))
 
     def finish(self) -> str:
         """The text that was held back, after the last token."""
-        return self._checker.push(self._detokenizer.finish()) + self._checker.finish()
+        text = self._checker.push(self._detokenizer.finish()) + self._checker.finish()
+        return self._shown(text)
+
+    def _shown(self, text: str) -> str:
+        """Final text without marks. In a stop that stays in the answer, marks become text."""
+        if not self._hidden.stops:
+            return text
+        match = self._checker.match if self._keeps_stop else None
+        end = len(text) if match is None else max(0, len(text) - (match.end - match.start))
+        return self._hidden.without_marks(text[:end]) + self._hidden.with_texts(text[end:])
+
+
+class HiddenTokens:
+    """Special tokens that are no text in an answer, but part of its stop strings.
+
+    Each has a mark, a lone surrogate, which no decoded text contains. A stop string is also
+    searched with marks in place of these tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
+        texts = tokenizer.special_texts if options.stop and options.skip_special_tokens else ()
+        stops = "\0".join(options.stop)
+        found = {text: tokenizer.added[text] for text in sorted(texts) if text in stops}
+        hidden = {text: id for text, id in found.items() if id not in options.shown}
+        self._marks = {text: chr(0xD800 + i) for i, text in enumerate(hidden)}
+        self._mark_of = {id: self._marks[text] for text, id in hidden.items()}
+        self.stops = {
+            marked: stop for stop in options.stop if (marked := self._marked(stop)) != stop
+        }
+        """Stop string with marks -> as the client wrote it."""
+
+    def marks_of(self, tokens: Sequence[int]) -> str:
+        return "".join(self._mark_of.get(token, "") for token in tokens)
+
+    def without_marks(self, text: str) -> str:
+        for mark in self._marks.values():
+            text = text.replace(mark, "")
+        return text
+
+    def with_texts(self, text: str) -> str:
+        for special, mark in self._marks.items():
+            text = text.replace(mark, special)
+        return text
+
+    def _marked(self, stop: str) -> str:
+        for special in sorted(self._marks, key=len, reverse=True):
+            stop = stop.replace(special, self._marks[special])
+        return stop
 
 
 class OutputReader:

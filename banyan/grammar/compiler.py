@@ -15,6 +15,7 @@ from itertools import count
 from queue import SimpleQueue
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import FairShare
 from banyan.grammar.base import Grammar, Program
 from banyan.grammar.constrained import Constrained
 from banyan.grammar.worker_pool import LIMIT, NEVER, GrammarLimits, GrammarWorkerPool, Read, Words
@@ -188,12 +189,13 @@ class GrammarCompiler:
         (self._quick if len(bare) <= _QUICK_CHARS else self._slow).put(bare, (caller,))
 
     def _check_waiting(self, caller: bytes) -> None:
-        waiting = len(self._pending)
-        own = sum(caller in callers for callers in self._pending.values())
-        if waiting >= self._limits.max_waiting or own >= self._limits.max_of_one:
+        share = FairShare(self._limits.max_waiting)
+        for callers in self._pending.values():
+            share.take(min(callers))
+        if not share.fits(caller):
             raise RequestError(
-                f"{waiting} constraints are waiting to be compiled, {own} of them of this caller; "
-                f"at most {self._limits.max_waiting} and {self._limits.max_of_one} may",
+                f"{share.total} constraints are waiting to be compiled, {share.held_by(caller)} of "
+                f"them of this caller; at most {share.most} may",
                 status=503,
                 code="queue_full",
             )

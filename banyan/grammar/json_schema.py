@@ -34,6 +34,15 @@ _ASSERTIONS = frozenset(
 )
 """Keywords that can make a value invalid (JSON Schema 2020-12 and its forerunners)."""
 
+_FORMATS = frozenset(
+    (
+        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname"),
+        *("idn-hostname", "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid"),
+        *("uri-template", "json-pointer", "relative-json-pointer", "regex"),
+    )
+)
+"""Formats that JSON Schema defines."""
+
 Schema = Mapping[str, object]
 
 
@@ -61,6 +70,19 @@ def check_schema(text: str, backend: str, rules: Sequence[Rule] = ()) -> None:
                     f"{backend} would not honour {fault}, which the schema has at {path}",
                     hint="Leave it out, or start the server with another --grammar-backend.",
                 )
+
+
+def without_unknown_formats(schema: object) -> object:
+    """The same schema without formats that JSON Schema does not define: they are annotations.
+
+    Args:
+        schema: parsed JSON, which is changed.
+    """
+    for _, part in _subschemas(schema):
+        name = part.get("format")
+        if name is not None and name not in _FORMATS and isinstance(part, dict):
+            del part["format"]
+    return schema
 
 
 def any_of(names: Iterable[str]) -> Rule:

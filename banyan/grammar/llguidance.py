@@ -14,7 +14,12 @@ from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger, printable
 from banyan.grammar.base import Matcher
-from banyan.grammar.json_schema import WHITESPACE_LIMIT, Schema, check_schema
+from banyan.grammar.json_schema import (
+    WHITESPACE_LIMIT,
+    Schema,
+    check_schema,
+    without_unknown_formats,
+)
 from banyan.grammar.vocabulary import Encode, Vocabulary
 from banyan.messages.requests import EBNF, JSON_SCHEMA, REGEX, Constraint
 
@@ -29,6 +34,11 @@ _PROBED_TOKENS = 64
 
 _WAYS_OUT = (
     ('"uniqueItems"', "", "Leave uniqueItems out; in pydantic, write list[…] for set[…]"),
+    (
+        "NoExtensionBias",
+        "the schema allows no value that ends: it refers to itself alone",
+        "Give it a branch without the reference",
+    ),
     ("Unimplemented keys", "", "Leave them out of the schema"),
     (" items; max is", "", "Ask for fewer optional properties, or fewer alternatives"),
     (
@@ -99,6 +109,7 @@ class LLGuidance:
     def _grammar(self, constraint: Constraint) -> str:
         text = constraint.text
         if constraint.kind == JSON_SCHEMA:
+            text = json.dumps(without_unknown_formats(json.loads(text)))
             check_schema(text, "llguidance", (_repeated_keys,))
             pattern = self._whitespace
             return llguidance.LLMatcher.grammar_from_json_schema(
@@ -251,7 +262,8 @@ def _schema(rules: _Rules, form: Format) -> str:
     schema = form.get("json_schema")
     if not isinstance(schema, dict | bool):
         raise RequestError("a json_schema format must have a json_schema")
-    return rules.rule(f"%json {json.dumps({} if schema is True else schema)}")
+    known = without_unknown_formats({} if schema is True else schema)
+    return rules.rule(f"%json {json.dumps(known)}")
 
 
 def _regex(rules: _Rules, form: Format) -> str:

@@ -18,6 +18,7 @@ from banyan.grammar.json_schema import (
     conflicting_keyword,
     undeclared_required,
     without_type,
+    without_unknown_formats,
 )
 from banyan.grammar.vocabulary import Encode, Vocabulary
 from banyan.messages.requests import JSON_SCHEMA, REGEX, Constraint
@@ -109,8 +110,9 @@ class Outlines:
                 f"outlines cannot compile {constraint.kind}",
                 hint="Start the server with --grammar-backend xgrammar or llguidance.",
             )
-        check_schema(constraint.text, "outlines", _RULES)
-        return outlines_core.json_schema.build_regex_from_schema(constraint.text, self._whitespace)
+        text = json.dumps(without_unknown_formats(json.loads(constraint.text)))
+        check_schema(text, "outlines", _RULES)
+        return outlines_core.json_schema.build_regex_from_schema(text, self._whitespace)
 
 
 class _Program:

@@ -41,9 +41,7 @@ class GrammarLimits:
     memory_bytes: int = 1 << 30
     cache_bytes: int = 256 << 20
     max_waiting: int = 1024
-    """Different constraints waiting to be compiled."""
-    max_of_one: int = 256
-    """Constraints of one caller."""
+    """Different constraints waiting to be compiled, shared by the callers."""
 
 
 Read = Callable[[], tuple[Vocabulary, Encode]]

@@ -33,6 +33,10 @@ class Delimiters:
         self.max_length = len(longest_first[0])
         self._prefixes = frozenset(t[:i] for t in texts for i in range(1, len(t)))
 
+    def is_prefix(self, text: str) -> bool:
+        """Whether `text` is the beginning of one of the texts."""
+        return text in self._prefixes
+
     def partial_at(self, text: str, at: int) -> int:
         """Position, from `at` on, of a partial delimiter at the end of `text`; else len(text)."""
         for i in range(max(at, len(text) - self.max_length + 1), len(text)):
@@ -128,19 +132,24 @@ class StreamingText:
         yield from self.run(_ANYTHING, sink)
 
     def until(
-        self, delimiters: Delimiters, sink: Sink, keeps_partial: bool = False
+        self,
+        delimiters: Delimiters,
+        sink: Sink,
+        keeps_partial: bool = False,
+        keeps_delimiter: bool = False,
     ) -> Reading[str]:
         """Consume up to and with the first delimiter, and return it; "" at the end of the text.
 
         Args:
             keeps_partial: a partial delimiter at the end of the text is not consumed.
+            keeps_delimiter: the delimiter is not consumed.
         """
         while True:
             start, delimiter = self._find(delimiters, keeps_partial)
             if start > self._at:
                 sink(self.take(start - self._at))
             if delimiter or self._ended:
-                return self.take(len(delimiter))
+                return delimiter if keeps_delimiter else self.take(len(delimiter))
             yield
 
     def collect(
@@ -182,3 +191,47 @@ class StreamingText:
         if match is not None and match.start() < partial_at:
             return match.start(), match.group()
         return partial_at, ""
+
+
+def after_space(
+    source: StreamingText, texts: Delimiters, limit: int, offset: int = 0
+) -> Reading[tuple[int, str]]:
+    """Look for one of `texts` after white space, and consume nothing.
+
+    Args:
+        limit: characters that are looked at.
+        offset: characters before the white space.
+
+    Returns:
+        Position after the white space, and the one of `texts` that is there, or "". If the text
+        ends within one of them, its end is the position.
+    """
+    size = offset
+    while True:
+        size += 1
+        window = yield from source.peek(size)
+        shown = window[offset:].lstrip()
+        if match := texts.pattern.match(shown):
+            return len(window) - len(shown), match.group()
+        is_partial = size - offset < limit and (not shown or texts.is_prefix(shown))
+        if not is_partial or len(window) < size:
+            return len(window) - (0 if is_partial else len(shown)), ""
+
+
+def text_before(source: StreamingText, end: str, limit: int, offset: int) -> Reading[str | None]:
+    """The text from `offset` to `end` on the same line, consuming nothing; None without it.
+
+    Raises:
+        Truncated: the text ends first.
+    """
+    size = offset
+    while True:
+        size += 1
+        window = yield from source.peek(size)
+        text = window[offset:]
+        if text.endswith(end):
+            return text.removesuffix(end)
+        if "\n" in text or len(text) >= limit:
+            return None
+        if len(window) < size:
+            raise Truncated

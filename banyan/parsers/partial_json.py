@@ -28,6 +28,49 @@ _CONSTANTS = {
 }
 
 
+def object_text(arguments: object) -> str:
+    """The arguments of an earlier call as the JSON text of an object.
+
+    An object's own text is returned unchanged. A text that was cut off is completed. Nothing
+    becomes an empty object, and any other value the member `arguments` of one.
+    """
+    if not isinstance(arguments, str):
+        value = arguments
+    elif not arguments.strip():
+        value = None
+    else:
+        try:
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return _completed(arguments) or object_text({"arguments": arguments})
+        if isinstance(value, dict):
+            return arguments
+        if isinstance(value, str):
+            return object_text(value)
+    if value is None:
+        value = {}
+    elif not isinstance(value, dict):
+        value = {"arguments": value}
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _completed(text: str) -> str | None:
+    """The object whose text begins with `text`, as far as it goes; None if no object does."""
+    source, parts, closers = StreamingText(), list[str](), list[str]()
+    source.add(text.strip())
+    try:
+        for _ in JsonCopy(source, parts.append, closers).value():
+            break
+        else:
+            source.end()
+            if source.take(1):
+                return None
+    except Malformed:
+        return None
+    whole = "".join([*parts, *reversed(closers)])
+    return whole if whole.startswith("{") else None
+
+
 class JsonCopy:
     """Copies one value.
 

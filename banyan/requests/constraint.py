@@ -36,7 +36,7 @@ class Tag:
 def native_constraint(raw: Fields) -> dict[str, object]:
     """The constraint of an OpenAI body as fields of sampling_params; {} when there is none.
 
-    Takes response_format, the four native names and the guided_* aliases.
+    Takes response_format, the four native names, and the fields of vLLM and llama.cpp.
 
     Raises:
         RequestError: a field is malformed, or two fields constrain the output.
@@ -85,29 +85,29 @@ def tool_calls_constraint(
     tags: Sequence[Tag],
     triggers: Sequence[str],
     *,
-    at_least_one: bool,
     parallel: bool = True,
     thinking_end: Sequence[int] = (),
 ) -> str:
-    """`Generate.grammar` for tool calls: free text until a trigger, then exactly one of `tags`.
+    """`Generate.grammar` for tool calls.
 
     Args:
         tags: one for each tool; a marker that is a token of its own may stand in `begin` or `end`.
-        triggers: each tag's `begin` starts with exactly one of them.
-        at_least_one: the output begins with a tag (tool_choice required or named).
+        triggers: the output is free text until one of them, then exactly one of `tags`; each tag's
+            `begin` starts with one. None = the output is tags and nothing else.
         parallel: more tags may follow the first.
         thinking_end: the constraint begins after these token ids.
 
     Raises:
         RequestError: the schemas together are too large or too deep.
     """
-    form = {
-        "type": "triggered_tags",
-        "triggers": list(triggers),
+    form: dict[str, object] = {
         "tags": [_tag(tag.begin, tag.schema, tag.end) for tag in tags],
-        "at_least_one": at_least_one,
         "stop_after_first": not parallel,
     }
+    if triggers:
+        form |= {"type": "triggered_tags", "triggers": list(triggers)}
+    else:
+        form |= {"type": "tags_with_separator", "separator": "\n", "at_least_one": True}
     text = _dump({"type": STRUCTURAL_TAG, "format": form})
     _check_size(text, "tools", MAX_TEXT_BYTES)
     check_depth(form, "tools")
@@ -131,10 +131,11 @@ def _response_format(value: object) -> tuple[str, object] | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return JSON_SCHEMA, '{"type": "object"}'
+        schema = value.get("schema")
+        return JSON_SCHEMA, '{"type": "object"}' if schema is None else schema
     if kind == "json_schema":
         outer = value.get("json_schema")
-        schema = outer.get("schema") if isinstance(outer, dict) else None
+        schema = outer.get("schema") if isinstance(outer, dict) else value.get("schema")
         if schema is None:
             raise RequestError(
                 f"{name}.json_schema.schema is missing",
@@ -144,23 +145,67 @@ def _response_format(value: object) -> tuple[str, object] | None:
         return JSON_SCHEMA, schema
     if kind == STRUCTURAL_TAG:
         return STRUCTURAL_TAG, value
+    if kind in _TYPED_FORMATS:
+        native, members = _TYPED_FORMATS[str(kind)]
+        found = next((value[m] for m in members if value.get(m) is not None), None)
+        if found is None:
+            raise RequestError(f"{name}.{members[0]} is missing", param=name)
+        return native, found
     raise RequestError(
-        f"{name}.type must be text, json_object, json_schema or structural_tag, "
-        f"got {str(kind)[:40]!r}",
+        f"{name}.type must be text, json_object, json_schema, structural_tag, "
+        f"{', '.join(_TYPED_FORMATS)}, got {str(kind)[:40]!r}",
         param=name,
     )
 
 
-def _choice(value: object) -> tuple[str, object]:
+def _choice(value: object, name: str = "guided_choice") -> tuple[str, object]:
     choices = cast(list[object], value) if isinstance(value, list) else []
     if not choices or not all(isinstance(c, str) and c for c in choices):
-        raise RequestError("guided_choice must be a list of texts", param="guided_choice")
+        raise RequestError(f"{name} must be a list of texts", param=name.partition(".")[0])
     return REGEX, "|".join(f"({_literal(cast(str, c))})" for c in choices)
+
+
+def _any_object(value: object, name: str = "guided_json_object") -> tuple[str, object] | None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false", param=name.partition(".")[0])
+    return (JSON_SCHEMA, '{"type": "object"}') if value else None
+
+
+def _structured_outputs(value: object) -> tuple[str, object] | None:
+    """vLLM's field: an object with one constraint."""
+    name = "structured_outputs"
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be an object, got {type(value).__name__}", param=name)
+    given = {str(k): v for k, v in value.items() if v is not None and v is not False}
+    if unknown := sorted(given.keys() - _MEMBERS.keys()):
+        raise RequestError(
+            f"{name}.{unknown[0][:40]} is not honoured; known are {', '.join(_MEMBERS)}", param=name
+        )
+    if len(given) > 1:
+        raise RequestError(f"{name} has {' and '.join(given)}; give one", param=name)
+    return next((_MEMBERS[k](v) for k, v in given.items()), None)
 
 
 def _same(kind: str) -> Callable[[object], tuple[str, object]]:
     return lambda value: (kind, value)
 
+
+_TYPED_FORMATS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "regex": (REGEX, ("pattern", "regex", "value")),
+    "grammar": (EBNF, ("grammar",)),
+    "json": (JSON_SCHEMA, ("schema", "value")),
+}
+"""Types of response_format on other servers -> kind of constraint, members that hold it."""
+
+_MEMBERS: Mapping[str, Callable[[object], tuple[str, object] | None]] = {
+    "json": _same(JSON_SCHEMA),
+    "regex": _same(REGEX),
+    "choice": lambda value: _choice(value, "structured_outputs.choice"),
+    "grammar": _same(EBNF),
+    "json_object": lambda value: _any_object(value, "structured_outputs.json_object"),
+    "structural_tag": _same(STRUCTURAL_TAG),
+}
+"""Members of structured_outputs."""
 
 _SOURCES: Mapping[str, Callable[[object], tuple[str, object] | None]] = {
     "response_format": _response_format,
@@ -172,6 +217,9 @@ _SOURCES: Mapping[str, Callable[[object], tuple[str, object] | None]] = {
     "guided_regex": _same(REGEX),
     "guided_choice": _choice,
     "guided_grammar": _same(EBNF),
+    "guided_json_object": _any_object,
+    "structured_outputs": _structured_outputs,
+    "grammar": _same(EBNF),
 }
 
 FIELDS = tuple(_SOURCES)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from banyan.base.errors import RequestError
+from banyan.requests import constraint
 from banyan.requests.context import RequestContext
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.prompts import PLACEHOLDER, encode_texts, parse_embeds
@@ -80,6 +81,7 @@ _REFUSED = frozenset(
         "return_bytes",
         "return_entropy",
         "multi_item_delimiter_indices",
+        *constraint.FIELDS,
         "token_indices_to_pool",
     }
 )

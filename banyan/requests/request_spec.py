@@ -17,6 +17,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
+from banyan.base.json_types import whole_number
 from banyan.messages.requests import ANY_REPLICA, NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests import bootstrap
@@ -323,6 +324,7 @@ def checked_boolean(value: object, name: str) -> bool | None:
 
 
 def checked_integer(value: object, name: str) -> int | None:
+    value = whole_number(value)
     if type(value) is int and not -(2**31) <= value < 2**31:
         raise RequestError(f"{name} must be a 32-bit integer, got {str(value)[:40]}.", param=name)
     return checked_type(value, name, int, "an integer")

@@ -15,6 +15,7 @@ from typing import TypeGuard
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import whole_number
 from banyan.messages.requests import KINDS
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.constraint import parse_constraint
@@ -180,9 +181,7 @@ def parse_sampling(
     values = _Values(raw, defaults)
     text, ignored = _text_options(values, limits)
     max_new_tokens = _max_new_tokens(values, prompt_len, limits, ignored)
-    seed = values.integer_or_none("sampling_seed")
-    if seed is not None and not 0 <= seed < _INT64:
-        raise _violation("sampling_seed", "in [0, 2^63)", seed)
+    seed = _seed(values)
     ignore_eos = values.boolean("ignore_eos", False)
     own_stop_ids = _stop_ids(values, limits.vocab_size, ignored)
     n = values.integer("n", 1)
@@ -200,7 +199,7 @@ def parse_sampling(
         temperature=values.number("temperature", 1.0),
         top_p=values.number("top_p", 1.0),
         # No more tokens than there are can be chosen from, so a larger number means "all".
-        top_k=min(values.integer("top_k", -1), limits.vocab_size),
+        top_k=min(values.integer("top_k", -1) or -1, limits.vocab_size),
         min_p=values.number("min_p", 0.0),
         frequency_penalty=values.number("frequency_penalty", 0.0),
         presence_penalty=values.number("presence_penalty", 0.0),
@@ -215,6 +214,14 @@ def parse_sampling(
     sampling.check(limits.vocab_size)
     grammar = parse_constraint({kind: values.get(kind) for kind in KINDS})
     return ParsedSampling(sampling, text, n, grammar, stream_interval, ignored)
+
+
+def _seed(values: "_Values") -> int | None:
+    """The seed; None if one is to be drawn, as for -1. Other negative ones count from 2^63 down."""
+    seed = values.integer_or_none("sampling_seed")
+    if seed is not None and not -_INT64 <= seed < _INT64:
+        raise _violation("sampling_seed", "in [-2^63, 2^63)", seed)
+    return None if seed in (None, -1) else seed % _INT64
 
 
 def merged(ignored: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -371,10 +378,12 @@ def _stop_ids(values: "_Values", vocab_size: int, ignored: dict[str, str]) -> li
     rule = f"a list of at most {MAX_STOP_IDS} token ids in [0, {vocab_size})"
     if not isinstance(given, list | tuple) or len(given) > MAX_STOP_IDS:
         raise _violation(name, rule, given)
-    for id in given:
+    ids: list[int] = []
+    for id in map(whole_number, given):
         if type(id) is not int or not -_INT64 <= id < _INT64:
             raise _violation(name, rule, id)
-    return _within(name, given, vocab_size, ignored)
+        ids.append(id)
+    return _within(name, ids, vocab_size, ignored)
 
 
 def _within(name: str, ids: Iterable[int], vocab_size: int, ignored: dict[str, str]) -> list[int]:
@@ -430,7 +439,7 @@ class _Values:
         return self._raw.get(name) is not None
 
     def integer_or_none(self, name: str) -> int | None:
-        value = self.get(name)
+        value = whole_number(self.get(name))
         if value is not None and type(value) is not int:
             raise _violation(name, "an integer", value)
         return value

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import FairShare
 from banyan.base.log import logger
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.requests.prompts import encode_texts
@@ -116,9 +117,7 @@ class Sessions:
         if (tenant, name) in self._open:
             raise RequestError(f"Session {name} is open already.", param="session_id")
         if len(self._open) >= MAX_SESSIONS:
-            raise RequestError(
-                f"{MAX_SESSIONS} sessions are open; close some.", status=503, code="too_many"
-            )
+            self._drop_one_for(tenant)
         idle_s = MAX_IDLE_S if timeout_s is None else timeout_s
         self._open[tenant, name] = _Session(capacity, idle_s, self._clock.now())
         return name
@@ -192,6 +191,26 @@ class Sessions:
             del self._open[oldest], sizes[oldest]
             log.warning("session forgotten: more than %d bytes are kept", self._max_bytes)
         self._num_bytes = sum(sizes.values())
+
+    def _drop_one_for(self, tenant: bytes) -> None:
+        """Drop the least recently used session of the tenant that has most sessions.
+
+        Raises:
+            RequestError: 503; that is `tenant` itself.
+        """
+        share = FairShare(MAX_SESSIONS)
+        for owner, _ in self._open:
+            share.take(owner)
+        heaviest = share.heaviest(tenant, 1)
+        if heaviest == tenant:
+            raise RequestError(
+                f"{share.held_by(tenant)} of {MAX_SESSIONS} sessions are yours; close some.",
+                status=503,
+                code="too_many",
+            )
+        mine = [key for key in self._open if key[0] == heaviest]
+        del self._open[min(mine, key=lambda key: self._open[key].used_s)]
+        log.warning("session forgotten: its caller has %d of %d", len(mine), MAX_SESSIONS)
 
     def _drop_old(self) -> None:
         now = self._clock.now()

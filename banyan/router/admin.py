@@ -6,7 +6,7 @@ worker that is added later has no pin; the response says so, because a router ke
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from uuid import uuid4
 
 import orjson
@@ -35,7 +35,7 @@ async def livez(exchange: HttpExchange, state: RouterState) -> None:
 
 
 async def readyz(exchange: HttpExchange, state: RouterState) -> None:
-    trouble = state.trouble()
+    trouble = state.trouble(exchange)
     body: Json = {"status": "not ready" if trouble else "ready"}
     if trouble:
         body |= {"reason": trouble}
@@ -44,7 +44,7 @@ async def readyz(exchange: HttpExchange, state: RouterState) -> None:
 
 async def health(exchange: HttpExchange, state: RouterState) -> None:
     """As readyz, but a draining router is healthy, and the body of a 200 is empty."""
-    trouble = state.pool.trouble()
+    trouble = state.trouble(exchange) if state.pool.trouble() else ""
     if trouble:
         body = {"status": "unhealthy", "reason": trouble}
         await exchange.json(body, 503, _retry(trouble))
@@ -54,12 +54,12 @@ async def health(exchange: HttpExchange, state: RouterState) -> None:
 
 async def health_generate(exchange: HttpExchange, state: RouterState) -> None:
     """200 if every worker generates a token."""
-    if trouble := state.trouble():
+    if trouble := state.trouble(exchange):
         raise unavailable(trouble, "no_worker")
     found = await send_to_all(exchange, state)
-    bad = {w.url: answer for w, answer in found.items() if answer.status != 200}
+    bad = {w: answer for w, answer in found.items() if answer.status != 200}
     if bad:
-        failures = "; ".join(f"{url} {answer}" for url, answer in bad.items())
+        failures = _failures(bad, exchange, state)
         raise unavailable(f"not every worker makes a token: {failures}", "worker_stuck")
     await exchange.whole(b"", 200, "text/plain")
 
@@ -134,9 +134,13 @@ async def broadcast(exchange: HttpExchange, state: RouterState) -> None:
     """Send the request to every worker; 200 if all of them answer 200."""
     found = await send_to_all(exchange, state)
     if not found:
-        raise unavailable(state.trouble() or "there is no worker", "no_worker")
+        raise unavailable(state.trouble(exchange) or "there is no worker", "no_worker")
     replies: list[Json] = [
-        {"worker": w.url, "status": answer.status, "body": answer.json()}
+        {
+            "worker": state.name_of(w, exchange),
+            "status": answer.status,
+            "body": answer.json(),
+        }
         for w, answer in found.items()
     ]
     bad = [answer.status for answer in found.values() if answer.status != 200]
@@ -149,8 +153,9 @@ async def server_info(exchange: HttpExchange, state: RouterState) -> None:
     found = await send_to_all(exchange, state)
     infos = {w: info for w, a in found.items() if a.status == 200 and is_object(info := a.json())}
     if not infos:
-        failures = "; ".join(f"{w.url} {answer}" for w, answer in found.items())
-        raise unavailable(failures or state.trouble() or "there is no worker", "no_worker")
+        trouble = state.trouble(exchange)
+        failures = _failures(found, exchange, state)
+        raise unavailable(failures or trouble or "there is no worker", "no_worker")
     by_kind = {k: [i for w, i in infos.items() if w.spec.kind == k] for k in KINDS}
     answering = by_kind[DECODE] or by_kind[PLAIN]
     states: list[object] = []
@@ -159,14 +164,32 @@ async def server_info(exchange: HttpExchange, state: RouterState) -> None:
         states += of_one if is_list(of_one) else []
     pools: Json = {kind: by_kind[kind] for kind in (PREFILL, DECODE) if by_kind[kind]}
     first = answering[0] if answering else next(iter(infos.values()))
-    router = {"workers": [facts_of(w) for w in state.pool.workers], "trouble": state.trouble()}
+    router: Json = {"trouble": state.trouble(exchange)}
+    if state.sees_workers(exchange):
+        router["workers"] = [facts_of(w) for w in state.pool.workers]
     await exchange.json({**first, "internal_states": states, **pools, "router": router})
 
 
 async def loads(exchange: HttpExchange, state: RouterState) -> None:
     found = await send_to_all(exchange, state)
     await exchange.json(
-        {"workers": [{"worker": w.url, "load": answer.json()} for w, answer in found.items()]}
+        {
+            "workers": [
+                {"worker": state.name_of(w, exchange), "load": answer.json()}
+                for w, answer in found.items()
+            ]
+        }
+    )
+
+
+def _failures(
+    found: Mapping[Worker, "WorkerReply"], exchange: HttpExchange, state: RouterState
+) -> str:
+    """The replies of workers that failed, as far as the caller may know them."""
+    sees = state.sees_workers(exchange)
+    return "; ".join(
+        f"{state.name_of(w, exchange)} {answer if sees else answer.status}"
+        for w, answer in found.items()
     )
 
 
@@ -201,7 +224,9 @@ class WorkerReply:
 
 async def send_to_all(exchange: HttpExchange, state: RouterState) -> dict[Worker, WorkerReply]:
     """Send the request to every healthy worker at the same time."""
-    return await send_to([w for w in state.pool.workers if w.is_well], outgoing(exchange), ALL_S)
+    return await send_to(
+        [w for w in state.pool.workers if w.is_well], outgoing(exchange, state), ALL_S
+    )
 
 
 async def send_to(
@@ -289,21 +314,21 @@ _ADDED = "workers that are added or started again later have no pin: send it aga
 
 async def pin_prefix(exchange: HttpExchange, state: RouterState) -> None:
     """Pin a prompt in the cache of every worker, under one name."""
-    request = outgoing(exchange)
+    request = outgoing(exchange, state)
     fields = await exchange.request.json_object()
     name = fields.get("rid")
     if "rid" not in fields:
         name = f"pin-{uuid4().hex}"
         rest = request.body.lstrip()[1:]
         request.body = b'{"rid":"%b"%b%b' % (name.encode(), b"," if fields else b"", rest)
-    found = await _send_to_pool(state, request)
+    found = await _send_to_pool(exchange, state, request)
     body = {"pin": name, **_summary(state, found), "later": _ADDED}
     await exchange.json(body, max(answer.status for answer in found.values()))
 
 
 async def unpin_prefix(exchange: HttpExchange, state: RouterState) -> None:
     """Release a pin at every worker; 404 if none has it."""
-    found = await _send_to_pool(state, outgoing(exchange))
+    found = await _send_to_pool(exchange, state, outgoing(exchange, state))
     statuses = {answer.status for answer in found.values()}
     if 200 in statuses:
         statuses.discard(404)  # a worker that was added after the pin
@@ -317,11 +342,13 @@ async def unpin_prefix(exchange: HttpExchange, state: RouterState) -> None:
 
 async def pinned_prefixes(exchange: HttpExchange, state: RouterState) -> None:
     """The pinned prefixes of each worker."""
-    found = await _send_to_pool(state, outgoing(exchange))
+    found = await _send_to_pool(exchange, state, outgoing(exchange, state))
     await exchange.json(_summary(state, found), max(answer.status for answer in found.values()))
 
 
-async def _send_to_pool(state: RouterState, request: OutgoingRequest) -> dict[Worker, WorkerReply]:
+async def _send_to_pool(
+    exchange: HttpExchange, state: RouterState, request: OutgoingRequest
+) -> dict[Worker, WorkerReply]:
     if state.draining:
         raise unavailable("the router is shutting down; send the request elsewhere", "draining")
     if state.settings.pool.is_paired:
@@ -333,7 +360,7 @@ async def _send_to_pool(state: RouterState, request: OutgoingRequest) -> dict[Wo
         )
     some = [worker for worker in state.pool.workers if worker.is_well]
     if not some:
-        raise unavailable(state.trouble() or "there is no worker", "no_worker")
+        raise unavailable(state.trouble(exchange) or "there is no worker", "no_worker")
     async with state.admission.slot():
         return await send_to(some, request, state.settings.limits.request_s)
 

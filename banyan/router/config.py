@@ -134,7 +134,21 @@ class PrometheusConfig:
 
 
 @dataclass(frozen=True)
+class VisibilityConfig:
+    """What callers see of the workers."""
+
+    shows_workers: bool = False
+    """Names and troubles of workers are for every key, not only for administrators."""
+
+
+@dataclass(frozen=True)
 class RouterConfig:
+    """The whole configuration.
+
+    Attributes:
+        secret: BANYAN_DIST_SECRET, by which servers know the callers of forwarded requests.
+    """
+
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
@@ -144,3 +158,5 @@ class RouterConfig:
     health: HealthConfig = field(default_factory=HealthConfig)
     limits: LimitConfig = field(default_factory=LimitConfig)
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
+    secret: str = field(default="", repr=False)
+    visibility: VisibilityConfig = field(default_factory=VisibilityConfig)

@@ -69,6 +69,12 @@ _HTTP = (
     ),
     Flag("api-key-file", "server.api_key_file", "YAML file of callers, as for a server"),
     Flag("admin-api-key", "server.admin_api_key", "key that the routes about workers want"),
+    Flag(
+        "show-workers",
+        "visibility.shows_workers",
+        "show addresses and troubles of servers to every key, not only to administrators",
+        kind=SWITCH,
+    ),
     Flag("require-key", "server.require_key", "refuse to listen openly without a key", kind=SWITCH),
     Flag("allowed-hosts", "server.allowed_hosts", "other names of this router", kind=COMMAS),
     Flag(

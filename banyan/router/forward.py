@@ -27,6 +27,7 @@ from banyan.router.upstream import Headers, UpstreamResponse, WorkerLost, Worker
 from banyan.router.worker import Attempt, Worker
 from banyan.scheduler.prefix_hashes import BLOCK_BYTES, MAX_BLOCKS
 from banyan.server.errors import unavailable
+from banyan.server.http.auth import TENANT
 from banyan.server.http.exchange import OF_LOAD, HttpExchange
 from banyan.server.http.limits import DEADLINE, MAX_CONTAINERS, MAX_VALUES
 
@@ -62,7 +63,8 @@ _HOP_BY_HOP = (
     b"expect",
     b"content-length",
 )
-_NOT_SENT = (*_HOP_BY_HOP, b"host", b"origin", b"proxy-authorization")
+_TENANT = TENANT.encode()
+_NOT_SENT = (*_HOP_BY_HOP, _TENANT, b"host", b"origin", b"proxy-authorization")
 _NOT_RETURNED = (*_HOP_BY_HOP, b"date", b"server")
 
 
@@ -164,7 +166,7 @@ class ForwardedRequest:
         self, exchange: HttpExchange, state: RouterState, again: Sequence[int], is_paired: bool
     ) -> None:
         self._exchange = exchange
-        self._request = outgoing(exchange)
+        self._request = outgoing(exchange, state)
         self._state = state
         self._again = again
         self._is_paired = is_paired
@@ -188,7 +190,9 @@ class ForwardedRequest:
         tokenizer_worker = pool.tokenizer_worker if is_read else None
         tokens: Sequence[int] = ()
         if tokenizer_worker is not None:
-            tokens = await tokens_of(exchange.request.body, self._request.headers, tokenizer_worker)
+            tokens = await tokens_of(
+                exchange.request.body, self._request.headers_for(tokenizer_worker), tokenizer_worker
+            )
         asked = RoutingRequest(prompt, exchange.request.header(ROUTING_KEY), tokens)
         most = len(pool.workers) if self._again is not RETRIED_STATUSES else 1 + self._retry.most
         for number in range(1 if self._retry.is_off else most):
@@ -203,7 +207,8 @@ class ForwardedRequest:
             await exchange.relay(self._kept.status, self._kept.headers)
             await exchange.piece(self._kept.body, is_last=True)
             return
-        raise unavailable(self._why or pool.trouble() or "no worker took it", "no_worker")
+        trouble = self._state.trouble(exchange)
+        raise unavailable(self._why or trouble or "no worker took it", "no_worker")
 
     async def _pick(self, asked: RoutingRequest) -> Proxy | None:
         """Choose untried workers; if there are none and none has refused, pause and retry all."""
@@ -244,8 +249,11 @@ class ForwardedRequest:
     def _blame(self, workers: Sequence[Worker], error: WorkerUnreachable | WorkerLost) -> None:
         """Record why there is no response; RequestError 503 if no other worker may be tried."""
         self._tried += workers
-        self._why = f"{' and '.join(w.url for w in workers)} was asked: {error}"
-        log.warning("not answered id=%s %s", self._exchange.context.id, self._why)
+        context = self._exchange.context
+        why = f"{' and '.join(w.url for w in workers)} was asked: {error}"
+        log.warning("not answered id=%s %s", context.id, why)
+        sees = self._state.sees_workers(self._exchange)
+        self._why = why if sees else "a worker was asked and did not answer"
         for worker in workers:
             worker.check_soon.set()
         if isinstance(error, WorkerUnreachable):
@@ -309,8 +317,8 @@ class ForwardedRequest:
         await exchange.piece(events.rest() if events is not None else b"", is_last=True)
 
 
-def outgoing(exchange: HttpExchange) -> OutgoingRequest:
-    """The request as it is sent to workers.
+def outgoing(exchange: HttpExchange, state: RouterState) -> OutgoingRequest:
+    """The request as it is sent to workers, with its caller if there is a secret to sign that.
 
     Raises:
         RequestError: 400 if the query has bytes that HTTP cannot carry.
@@ -325,6 +333,9 @@ def outgoing(exchange: HttpExchange) -> OutgoingRequest:
         for name, value in exchange.request.headers.items()
         if name not in _NOT_SENT and not name.startswith(b"sec-")
     ]
+    context = exchange.context
+    if state.signer is not None and context.tenant:
+        headers.append((_TENANT, state.signer.sign(context.tenant, context.is_admin).encode()))
     method = "GET" if exchange.request.method == "HEAD" else exchange.request.method
     return OutgoingRequest(method, target, headers, exchange.request.body)
 
@@ -433,7 +444,7 @@ async def tokens_of(body: bytes, headers: Headers, worker: Worker) -> list[int]:
         return []
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            own = [(name, value) for name, value in headers if name == b"authorization"]
+            own = [(name, value) for name, value in headers if name in (b"authorization", _TENANT)]
             own.append((b"content-type", b"application/json"))
             answer = await worker.upstream.send("POST", b"/tokenize", own, orjson.dumps(question))
             reply: object = orjson.loads(await answer.whole(_MOST_ANSWER_BYTES))

@@ -2,23 +2,25 @@
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import CALLER, FairShare, TurnQueue
 from banyan.config.schema import Config
 from banyan.router.config import LimitConfig, RouterConfig
+from banyan.router.worker import Worker
 from banyan.router.worker_pool import WorkerPool
 from banyan.server.http.api_keys import Keys
 from banyan.server.http.app import RequestScope
-from banyan.server.http.exchange import RETRY_AFTER_S
+from banyan.server.http.auth import TenantSigner, open_signer
+from banyan.server.http.exchange import RETRY_AFTER_S, HttpExchange
 
 
 class AdmissionLimiter:
-    """Admits requests under the limits of the configuration.
+    """Admits requests under the limits of the configuration, which callers share.
 
     Args:
         now: a monotonic clock, in seconds.
@@ -27,14 +29,20 @@ class AdmissionLimiter:
     def __init__(self, limits: LimitConfig, now: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._now = now
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._tokens = float(limits.rate)
-        self._filled_s = now()
-        self.inside = 0
+        places = FairShare(limits.concurrent, reserved=limits.concurrent // 8)
+        self._queue: TurnQueue[asyncio.Future[None]] = TurnQueue(places)
+        self._waiting = FairShare(limits.waiting)
+        self._started = FairShare(limits.rate)
+        """Requests of the last second. They leak at the rate of the limit."""
+        self._leaked_s = now()
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return self._waiting.total
+
+    @property
+    def inside(self) -> int:
+        return self._queue.out.total
 
     @asynccontextmanager
     async def slot(self) -> AsyncGenerator[None]:
@@ -43,58 +51,64 @@ class AdmissionLimiter:
         Raises:
             RequestError: 429 if the rate or the queue is full, or the wait took too long.
         """
-        self._count()
-        await self._enter()
+        caller = CALLER.get()
+        self._count(caller)
+        await self._enter(caller)
         try:
             yield
         finally:
-            self._leave()
+            self._leave(caller)
 
-    def _count(self) -> None:
-        """Take one token from a bucket that gains `rate` tokens per second and holds `rate`."""
-        rate = self._limits.rate
+    def _count(self, caller: bytes) -> None:
+        """Count a request that starts: a bucket that holds `rate` and leaks `rate` per second."""
+        rate, started = self._limits.rate, self._started
         if not rate:
             return
         now = self._now()
-        self._tokens = min(float(rate), self._tokens + (now - self._filled_s) * rate)
-        self._filled_s = now
-        if self._tokens < 1:
+        leaked = int((now - self._leaked_s) * rate)
+        self._leaked_s = self._leaked_s + leaked / rate if started.total > leaked else now
+        for _ in range(min(leaked, started.total)):
+            started.give_back(started.heaviest())
+        if not started.fits(caller):
             raise _refusal(f"more than {rate} requests a second came", "rate_limited")
-        self._tokens -= 1
+        started.take(caller)
 
-    async def _enter(self) -> None:
-        most = self._limits.concurrent
-        if most < 0 or (self.inside < most and not self._waiting):
-            self.inside += 1
+    async def _enter(self, caller: bytes) -> None:
+        places = self._queue.out
+        if places.most < 0 or places.fits(caller):
+            places.take(caller)
             return
-        if len(self._waiting) >= self._limits.waiting:
+        if not self._waiting.fits(caller):
             raise _refusal(
-                f"{self.inside} requests are in progress and {len(self._waiting)} wait, "
-                "as many as may",
+                f"{self.inside} requests are in progress and {self.waiting} wait, "
+                f"{self._waiting.held_by(caller)} of them of this caller, as many as may",
                 "queue_full",
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._queue.put(caller, turn)
+        self._waiting.take(caller)
         try:
             async with asyncio.timeout(self._limits.waiting_s):
                 await turn  # the request that leaves counts this one in
         except BaseException as error:
+            self._queue.remove(caller, turn)
             if turn.done() and not turn.cancelled():
-                self._leave()  # admitted and timed out at the same time
-            else:
-                self._waiting.remove(turn)
+                self._leave(caller)  # admitted and timed out at the same time
             if isinstance(error, TimeoutError):
                 waited = f"no place came free within {self._limits.waiting_s:g} s"
                 raise _refusal(waited, "queue_timeout") from None
             raise
+        finally:
+            self._waiting.give_back(caller)
 
-    def _leave(self) -> None:
-        self.inside -= 1
-        while self._waiting and self.inside < self._limits.concurrent:
-            turn = self._waiting.popleft()
-            if not turn.done():
+    def _leave(self, caller: bytes) -> None:
+        self._queue.out.give_back(caller)
+        while (found := self._queue.get()) is not None:
+            next_caller, turn = found
+            if turn.done():
+                self._queue.out.give_back(next_caller)
+            else:
                 turn.set_result(None)
-                self.inside += 1
 
 
 def _refusal(text: str, code: str) -> RequestError:
@@ -136,11 +150,14 @@ class RouterState:
     config: Config = field(init=False)
     """The server and log settings that the HTTP layer reads."""
     keys: Keys = field(init=False)
+    signer: TenantSigner | None = field(init=False)
+    """Signs the callers of forwarded requests; None without a secret."""
 
     def __post_init__(self) -> None:
         server = self.settings.server
         self.config = Config(server=server, observe=self.settings.observe)
         self.keys = Keys(server.api_key, server.api_key_file)
+        self.signer = open_signer(self.settings.secret)
 
     @property
     def request_scopes(self) -> Sequence[RequestScope]:
@@ -152,6 +169,18 @@ class RouterState:
     def has_begun(self, work: "asyncio.Task[None]") -> bool:
         return False
 
-    def trouble(self) -> str:
-        """Why no request can be taken; "" if one can."""
-        return "the router is shutting down" if self.draining else self.pool.trouble()
+    def sees_workers(self, exchange: HttpExchange) -> bool:
+        """Whether the caller may know addresses and troubles of workers."""
+        shows = self.settings.visibility.shows_workers
+        return shows or exchange.context.is_admin or not self.keys.are_required
+
+    def name_of(self, worker: Worker, exchange: HttpExchange) -> str:
+        """The address of a worker, or its number for callers that may not know that."""
+        return worker.url if self.sees_workers(exchange) else f"worker {worker.number}"
+
+    def trouble(self, exchange: HttpExchange) -> str:
+        """Why no request can be taken, as far as the caller may know; "" if one can."""
+        if self.draining:
+            return "the router is shutting down"
+        trouble = self.pool.trouble()
+        return trouble if not trouble or self.sees_workers(exchange) else "no worker can be asked"

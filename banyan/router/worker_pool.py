@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Container
 
-from banyan.base.errors import RequestError
+from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger
 from banyan.router.config import DECODE, PLAIN, PREFILL, RouterConfig, WorkerSpec
 from banyan.router.policies import Policy, RoutingRequest, open_policy
@@ -40,7 +40,7 @@ class WorkerPool:
 
         Raises:
             RequestError: 409 if it exists already, 400 if this router does not use its kind.
-            ConfigError: the URL is invalid.
+            ConfigError: the URL is invalid, or its key would hide the callers.
         """
         if spec.kind not in self.kinds:
             raise RequestError(
@@ -48,6 +48,7 @@ class WorkerPool:
                 param="worker_type",
                 hint="--pd-disaggregation decides which",
             )
+        self._check_key(spec)
         if self.find(url := checked_url(spec.url)) is not None:
             raise RequestError(f"{url} is a worker already", status=409, code="worker_exists")
         if len(self.workers) >= MAX_WORKERS:
@@ -60,6 +61,18 @@ class WorkerPool:
         self.workers.append(worker)
         self.changed.set()
         return worker
+
+    def _check_key(self, spec: WorkerSpec) -> None:
+        """ConfigError if the worker could not distinguish the callers of this router."""
+        server = self._config.server
+        has_several = len(server.api_key.split()) > 1 or bool(server.api_key_file)
+        if spec.api_key and has_several and not self._config.secret:
+            raise ConfigError(
+                f"{checked_url(spec.url)} has a key of its own, and this router has several: the "
+                "worker could not distinguish their callers",
+                hint="Set BANYAN_DIST_SECRET to the same long random text for the router and its "
+                "servers, or give the servers the router's keys",
+            )
 
     def remove(self, worker: Worker) -> None:
         """Send a worker no more requests; its open requests finish."""

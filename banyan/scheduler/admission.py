@@ -4,6 +4,8 @@ A refused request raises RequestError with the reason. Admission to a slot depen
 the request and the running ones are expected to need.
 """
 
+from collections import Counter
+
 from banyan.base.errors import RequestError
 from banyan.kv_cache import misses
 from banyan.kv_cache.cache import TOKEN_BYTES, KVCache, Match
@@ -53,30 +55,40 @@ def check_request(
             hint="Start the server with --enable-priority-scheduling.",
         )
     if limits.max_queued or limits.max_queued_tokens:
-        _evict_queued(request_table, limits, known, priorities.of(generate.priority))
+        _evict_queued(
+            request_table, limits, known, priorities.of(generate.priority), generate.caller
+        )
 
 
 def _evict_queued(
-    request_table: RequestTable, limits: SchedulerLimits, known: int, priority: int
+    request_table: RequestTable, limits: SchedulerLimits, known: int, priority: int, caller: bytes
 ) -> None:
     """Make place for a new prompt of `known` tokens in a full queue.
 
-    Evicts waiting requests of lower priority without output, the newest first. Evicts none if that
-    does not make enough place, and raises RequestError.
+    Evicts waiting requests without output, the newest first: of lower priority, or of the same one
+    and a caller with more waiting requests. Evicts none if that does not make enough place, and
+    raises RequestError.
     """
     number = len(request_table.waiting)
     tokens = sum(r.prompt_len for r in request_table.waiting) if limits.max_queued_tokens else 0
     evicted: list[Request] = []
+    held = Counter(request.caller for request in request_table.waiting)
     for last in reversed(request_table.waiting):
         if _queue_has_place(limits, number, tokens + known):
             break
         has_run = last.stats.admitted_s is not None or last.output_len
-        if last.priority >= priority or has_run:
-            raise RequestError("The request queue is full.", status=503, code="queue_full")
+        is_heavy = last.priority == priority and held[last.caller] > held[caller] + 1
+        if has_run or not (last.priority < priority or is_heavy):
+            continue
         evicted.append(last)
+        held[last.caller] -= 1
         number, tokens = number - 1, tokens - last.prompt_len
+    if not _queue_has_place(limits, number, tokens + known):
+        raise RequestError("The request queue is full.", status=503, code="queue_full")
     for last in evicted:
         text = "The request is aborted by a higher priority request."
+        if last.priority == priority:
+            text = "The request is aborted: the queue is full, and other callers wait for less."
         request_table.fail(last, 503, text, "queue_full")
 
 

@@ -17,12 +17,15 @@ Route = Callable[[Sequence[int], Sequence[int], int], int]
 """(open requests of each living replica, their prompts plus the most they may produce in tokens,
 requests routed so far) -> index of the replica that takes the next."""
 
+FOLLOW_ROOM = "follow_bootstrap_room"
+"""The method by which a request's bootstrap room selects the replica."""
 ROUTES: Table[Route] = Table(
     "load balance method",
     {
         "round_robin": "banyan.scheduler.routing:round_robin",
         "total_requests": "banyan.scheduler.routing:total_requests",
         "total_tokens": "banyan.scheduler.routing:total_tokens",
+        FOLLOW_ROOM: "banyan.scheduler.routing:round_robin",  # without a room
     },
 )
 

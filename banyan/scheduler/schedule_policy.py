@@ -5,7 +5,7 @@ shares admission between callers.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from heapq import heapify, heappop, heapreplace
 
 from banyan.base.table import Table
@@ -109,6 +109,15 @@ class FairQueue:
             self._charged = {caller: 0.0}
         else:
             self._charged[caller] = max(self._charged.get(caller, 0.0), least)
+
+    @property
+    def callers(self) -> Set[bytes]:
+        """Callers since the engine was last idle."""
+        return self._charged.keys()
+
+    def is_before(self, request: Request, caller: bytes) -> bool:
+        """Whether the caller of `request` goes before `caller`."""
+        return self._charged[request.caller] < self._charged[caller]
 
     def charge(self, request: Request, tokens: int) -> None:
         """Charge `tokens` positions and output tokens to the caller."""

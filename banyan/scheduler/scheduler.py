@@ -6,6 +6,7 @@ object addresses. Text, tensors, sockets and model families are handled elsewher
 """
 
 from array import array
+from collections import Counter
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId, StepId
@@ -319,10 +320,12 @@ class Scheduler:
         One at a time, and none while pages of a retracted one are still on their way back.
         """
         gap, table = self.limits.priorities.preemption_gap, self.request_table
-        if not gap or not table.waiting or not table.running:
+        if not table.waiting or not table.running:
             return
+        if not table.slots.free and self.disaggregation is None:
+            self._preempt_for_caller()
         first, lowest = table.waiting[0], table.running[-1]
-        if self._is_blocked(first):
+        if not gap or self._is_blocked(first):
             return
         is_far_above = first.priority - lowest.priority >= gap
         if not is_far_above or any(r.flights for r in table.waiting):
@@ -331,6 +334,23 @@ class Scheduler:
         match = prefix_of(first, self.cache).whole_blocks
         if not table.slots.free or not self._admission.fits(first, match, reserved):
             table.retract(lowest)
+
+    def _preempt_for_caller(self) -> None:
+        """Retract the newest request of the caller with most slots if another caller has none.
+
+        Only for a caller whose turn comes first, so that it gets the slot.
+        """
+        table, held = self.request_table, Counter(r.caller for r in self.request_table.running)
+        if not self._fair_queue.callers - held.keys():
+            return
+        heaviest = max(held, key=held.__getitem__)
+        last = next(r for r in reversed(table.running) if r.caller == heaviest)
+        first = next((r for r in table.waiting if r.caller not in held), None)
+        if first is None or held[heaviest] < 2 or first.priority < last.priority:
+            return
+        is_late = any(r.flights for r in table.waiting) or self._is_blocked(first)
+        if not is_late and self._fair_queue.is_before(first, heaviest):
+            table.retract(last)
 
     # -- new requests -------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import CALLER
 from banyan.base.ids import fresh_id
 from banyan.base.log import logger
 from banyan.server.embeddings import create_embeddings
@@ -161,7 +162,8 @@ async def run_lines(
 
     Args:
         on_progress: called after each group of answers is on disk.
-        share: most of the engine's running requests that may be lines, as a fraction.
+        share: most of the engine's running requests that may be lines, as a fraction; owners whose
+            batches start now divide it.
         deaths: custom_id -> engines that died while they ran this line.
         labels: metric labels, as in the header of the batch.
 
@@ -179,11 +181,12 @@ async def run_lines(
     if deadly:
         await answers.keep([_given_up(line) for line in deadly])
         on_progress()
-    await _run_group(state, suspected, answers, on_progress, 1, max_running)
+    if suspected:
+        async with state.storage.batches.suspects:
+            await _run_group(state, suspected, answers, on_progress, 1, max_running)
     others = [line for line in left if line.custom_id not in deaths]
-    await _run_group(
-        state, others, answers, on_progress, max(1, int(max_running * share)), max_running
-    )
+    width = max(1, int(max_running * share / max(1, state.storage.batches.num_working)))
+    await _run_group(state, others, answers, on_progress, width, max_running)
 
 
 async def _run_group(
@@ -332,6 +335,7 @@ async def _send(state: ServerState, line: BatchLine) -> _Reply:
     )
     reply.id, reply.warnings = exchange.context.id, exchange.context.warnings
     exchange.context.tenant = line.tenant
+    CALLER.set(line.tenant)
     exchange.request.body = json.dumps(_body(state, line, exchange)).encode()
     try:
         # this task has inherited the labels of the request that created the first batch

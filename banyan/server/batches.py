@@ -1,7 +1,8 @@
 """/v1/batches: a file of requests that run while the engine has free capacity.
 
-One batch runs at a time, oldest first. A status is on disk before a client sees it, and answers are
-appended in synced groups. So a batch continues after a crash.
+The batches of one owner run one at a time, oldest first; owners share the engine. A status is on
+disk before a client sees it, and answers are appended in synced groups. So a batch continues after
+a crash.
 """
 
 import asyncio
@@ -83,8 +84,9 @@ async def resume_batches(state: ServerState) -> None:
     for other in store.batches.values():
         if not other.is_over and not other.is_for(state.served_name):
             log.warning("batch waits for its model id=%s model=%s", other.id, other.model)
-    if store.next(state.served_name) is not None:
-        _start(state, store)
+    for owner in {batch.owner: None for batch in store.batches.values()}:
+        if store.next(state.served_name, owner) is not None:
+            _start(state, store, owner)
 
 
 async def _create(exchange: HttpExchange, state: ServerState) -> None:
@@ -96,7 +98,7 @@ async def _create(exchange: HttpExchange, state: ServerState) -> None:
     asked = typed(raw, BatchRequest)
     storage, owner = await state.storage.ready(), owner_of(exchange.context.tenant)
     _check(asked, storage, owner)
-    await storage.batches.make_room()
+    await storage.batches.make_room(owner)
     made = StoredBatch(
         id=storage.batches.fresh_id(),
         endpoint=asked.endpoint,
@@ -111,7 +113,7 @@ async def _create(exchange: HttpExchange, state: ServerState) -> None:
         labels=exchange.request.header(labels_header(state)) if state.labels is not None else "",
     )
     await storage.batches.save(made)
-    _start(state, storage.batches)
+    _start(state, storage.batches, owner)
     await exchange.json(_shown(made, storage))
 
 
@@ -149,20 +151,20 @@ async def _cancel(state: ServerState, found: StoredBatch) -> StoredBatch:
         found = _entered(found, "cancelling")
         await store.save(found)
     store.cancelled.set()
-    _start(state, store)
+    _start(state, store, found.owner)
     return found
 
 
-def _start(state: ServerState, store: BatchStore) -> None:
-    """Start the task that runs the batches, if it does not run."""
-    if store.work is None or store.work.done():
-        store.work = asyncio.create_task(_work(state, store))
+def _start(state: ServerState, store: BatchStore, owner: str) -> None:
+    """Start the task that runs the batches of an owner, if it does not run."""
+    if owner not in store.work or store.work[owner].done():
+        store.work[owner] = asyncio.create_task(_work(state, store, owner))
 
 
-async def _work(state: ServerState, store: BatchStore) -> None:
-    """Run all unfinished batches, oldest first."""
+async def _work(state: ServerState, store: BatchStore, owner: str) -> None:
+    """Run the unfinished batches of an owner, oldest first."""
     try:
-        while (found := store.next(state.served_name)) is not None:
+        while (found := store.next(state.served_name, owner)) is not None:
             log.info("batch started id=%s status=%s", found.id, found.status)
             try:
                 await _run(state, found.id)
@@ -205,7 +207,7 @@ async def _run(state: ServerState, id: str) -> None:
     answers = AnswerLog(
         files.path(found.output_file_id),
         files.path(found.error_file_id),
-        partial(files.grow, id),
+        partial(files.grow, id, owner=found.owner),
     )
 
     def on_progress() -> None:
@@ -215,7 +217,7 @@ async def _run(state: ServerState, id: str) -> None:
 
     try:
         await asyncio.to_thread(answers.recover)
-        files.has_grown_to(id, answers.num_found)
+        files.has_grown_to(id, answers.num_found, found.owner)
         on_progress()
         if found.status == "in_progress":
             work = run_lines(

@@ -156,6 +156,9 @@ CONSTRAINT_TYPES: Mapping[str, object] = {
     "guided_regex": str | None,
     "guided_choice": list[str] | None,
     "guided_grammar": str | None,
+    "guided_json_object": bool | None,
+    "structured_outputs": dict[str, object] | None,
+    "grammar": str | None,
 }
 """Constraint field of the OpenAI routes that /generate does not have -> its type."""
 

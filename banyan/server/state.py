@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import CALLER
 from banyan.base.ids import RequestId
 from banyan.base.install import VERSION
 from banyan.chat_template.named_templates import FillIn
@@ -35,6 +36,7 @@ from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, f
 from banyan.requests.sessions import Sessions
 from banyan.server.errors import unavailable
 from banyan.server.http.api_keys import Keys
+from banyan.server.http.auth import TenantSigner
 from banyan.server.store.responses import ResponseStore
 from banyan.server.store.storage import Storage, storage_path
 from banyan.server.tool_servers.base import ToolServers
@@ -229,6 +231,8 @@ class ServerState:
     traces: "Tracing | None" = None
     """None without --enable-trace."""
     keys: Keys = field(init=False)
+    signer: TenantSigner | None = None
+    """Checks the callers that a router names; None without BANYAN_DIST_SECRET."""
     tool_servers: ToolServers = field(default_factory=ToolServers)
     """Set once, before the model is loaded."""
 
@@ -280,7 +284,7 @@ class ServerState:
         """
         service = self.admit()
         try:
-            service.client.refuse_if_full()
+            service.client.refuse_if_full(CALLER.get())
         except RequestError as error:
             report_refused(service.metrics_observers, RequestId(request), error.code)
             raise

@@ -13,7 +13,7 @@ from banyan.base.errors import ConfigError
 from banyan.cli.batch import Progress, batch
 from banyan.cli.main import main
 from banyan.server.store.batches import answer_line
-from tests.server.test_batches import as_jsonl, line
+from tests.support.batches import as_jsonl, line
 from tests.system.checkpoint import write_tiny_model
 
 

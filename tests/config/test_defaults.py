@@ -66,8 +66,9 @@ def test_the_shapes_to_capture_are_those_that_are_named() -> None:
 
 @pytest.mark.parametrize("word", ["half", "float16"])
 def test_a_number_type_without_kernels_is_refused_with_those_that_have_some(word: str) -> None:
+    config = config_of("--device", "cuda", "--dtype", word)
     with pytest.raises(ConfigError, match="--dtype float16: no kernel of abacus.*float32, bfloat"):
-        settle(config_of("--dtype", word), DEVICE)
+        settle(config, DEVICE)
 
 
 def test_the_front_learns_what_the_engine_settled() -> None:

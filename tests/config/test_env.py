@@ -75,3 +75,12 @@ def test_a_variable_that_must_not_be_ignored_ends_the_start(name: str) -> None:
         parse([], read_environment({name: "7"}))
     for value in REFUSED[name].neutral:
         assert parse([], read_environment({name: value})).observe.notes
+
+
+def test_the_newer_name_of_memfabrics_store_is_read_too() -> None:
+    url = "tcp://192.0.2.7:6670"
+    found = read_environment({"MF_CONFIG_STORE_URL": url})
+    assert found.npu.store == url and found.launch["ASCEND_MF_STORE_URL"] == url
+    two = read_environment({"MF_CONFIG_STORE_URL": url, "ASCEND_MF_STORE_URL": "tcp://other:1"})
+    assert "name two stores" in two.npu_refusals[-1]
+    assert read_environment({"MF_CONFIG_STORE_URL": url}).npu_refusals == ()

@@ -8,10 +8,8 @@ from banyan.base.errors import ConfigError
 from banyan.config.resolve import resolve
 from banyan.config.schema import Config
 from banyan.model_config.model_config import FULL, WINDOW
-from tests.support.configs import MODEL_CONFIG, NOTHING, heard
+from tests.support.configs import MODEL_CONFIG, NOTHING
 from tests.support.flags import config_of
-
-__all__ = ["heard"]
 
 
 def resolved(*flags: str) -> Config:

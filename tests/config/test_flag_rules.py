@@ -62,7 +62,7 @@ def test_sizes_of_the_host_tier_count_on_devices_that_have_one(device: str) -> N
     (note,) = notes(line)
     assert "there is no host tier without --enable-hierarchical-cache" in note
     (note,) = notes("--device cpu --hicache-ratio 3 --enable-hierarchical-cache")
-    assert "on a CPU the cache is in host memory already" in note
+    assert "the KV cache is in host memory already" in note
 
 
 def test_what_users_may_not_expect_is_said_at_start() -> None:

@@ -18,7 +18,7 @@ from banyan.base.errors import ConfigError
 from banyan.disaggregation.transfer import TransferOptions
 from banyan.disaggregation.transfer_engine import Fabric, HostMemory, Landing
 from tests.ascend.emulation import fabric
-from tests.disaggregation.test_transfer import free_port
+from tests.support.page_transfer import free_port
 
 HERE = "127.0.0.1"
 PACKAGE = "memfabric_hybrid"

@@ -13,12 +13,10 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.disaggregation import prefill_side, wire
 from banyan.disaggregation.decode_side import DecodeSide
-from banyan.disaggregation.page_cutting import Block, PageForm
+from banyan.disaggregation.page_cutting import PageForm
 from banyan.disaggregation.prefill_side import PrefillSide
-from banyan.disaggregation.transfer import TransferOptions
 from banyan.messages.disaggregation import (
     CloseTransfer,
-    FindTransfer,
     OpenTransfer,
     PrefillResult,
     ReceiveTransfer,
@@ -35,68 +33,21 @@ from banyan.messages.plan import (
     peer_page,
     transfer_position,
 )
-
-WAIT_S = 20.0
-SIZE, TOKENS = 32, 16
-ROOM, DIGEST = b"room of this", b"d" * 32
-FACTS = {"number type": "16"}
-FORMS = (PageForm(TOKENS, (Block(1, ((1, SIZE // TOKENS),)),)),)
-
-
-class Pages:
-    """One group of ten pages."""
-
-    groups = (0,)
-
-    def __init__(self) -> None:
-        self.bytes = np.zeros((10, SIZE), np.uint8)
-
-    def page_bytes(self, group: int) -> int:
-        return SIZE
-
-    def take(self, group: int, page: int) -> np.ndarray:
-        return self.bytes[page].copy()
-
-    def put(self, group: int, page: int, payload: np.ndarray) -> None:
-        self.bytes[page] = payload
-
-
-class Side:
-    """A mover and what it has told."""
-
-    def __init__(self, kind: type, port: int, **changed: object) -> None:
-        self.pages, self.told, self.port = Pages(), [], port
-        self._bell = threading.Semaphore(0)
-        given = {
-            "is_prefill": kind is PrefillSide,
-            "host": "127.0.0.1",
-            "port": port,
-            "secret": "a secret",
-            "facts": FACTS,
-            "vocab_size": 100,
-            "lease_s": 30.0,
-            "patience_s": 30.0,
-            "forms": FORMS,
-        }
-        options = TransferOptions(**{**given, **changed})
-        self.mover = kind(self.pages, options, self._bell.release)
-
-    def hear(self, kind: type, wait_s: float = WAIT_S) -> object:
-        """The next of this kind that it tells."""
-        until = time.monotonic() + wait_s
-        while time.monotonic() < until:
-            for end in self.told:
-                if isinstance(end, kind):
-                    self.told.remove(end)
-                    return end
-            self._bell.acquire(timeout=0.1)
-            self.told += self.mover.ended()
-        raise AssertionError(f"no {kind.__name__}, but {self.told}")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+from tests.support.page_transfer import (
+    DIGEST,
+    FACTS,
+    FORMS,
+    ROOM,
+    SIZE,
+    SMALL,
+    TOKENS,
+    WAIT_S,
+    Side,
+    free_port,
+    give,
+    seek,
+    take,
+)
 
 
 @pytest.fixture
@@ -113,31 +64,6 @@ def sides() -> Iterator[Callable[..., tuple[Side, Side]]]:
     yield open_
     for side in opened:
         side.mover.close()
-
-
-def give(giver: Side, pages: list[int], room: bytes = ROOM) -> None:
-    """Open a room with these pages and complete it."""
-    giver.mover.execute([OpenTransfer(room, DIGEST, TOKENS * len(pages))])
-    copies = [
-        PageCopy(i + 1, 0, device_page(page), peer_page(room, TOKENS * i), "before")
-        for i, page in enumerate(pages)
-    ]
-    giver.mover.start(copies)
-    assert giver.hear(CopyResult).ids == [copy.id for copy in copies]
-    giver.mover.execute([PrefillResult(room, (7).to_bytes(4, "little"))])
-
-
-def seek(taker: Side, units: int, room: bytes = ROOM, digest: bytes = DIGEST) -> None:
-    taker.mover.execute([FindTransfer(room, taker.peer, digest, TOKENS * units)])
-
-
-def take(taker: Side, units: list[int], room: bytes = ROOM) -> None:
-    copies = [
-        PageCopy(unit + 1, 0, peer_page(room, TOKENS * unit), device_page(unit + 1), "before")
-        for unit in units
-    ]
-    taker.mover.execute([ReceiveTransfer(room, len(copies))])
-    taker.mover.start(copies)
 
 
 def test_pages_and_the_rest_come_as_they_were_given(sides) -> None:
@@ -184,7 +110,6 @@ def test_servers_that_do_not_belong_together_share_nothing(
     assert not takes.pages.bytes.any()
 
 
-SMALL = (PageForm(8, FORMS[0].blocks),)
 LARGE = (PageForm(32, FORMS[0].blocks),)
 
 

@@ -23,17 +23,7 @@ from banyan.messages.disaggregation import (
 )
 from banyan.messages.plan import CopyResult, PageCopy, device_page, peer_page
 from tests.ascend.emulation import fabric
-from tests.disaggregation.test_transfer import (
-    ROOM,
-    SIZE,
-    SMALL,
-    Pages,
-    Side,
-    free_port,
-    give,
-    seek,
-    take,
-)
+from tests.support.page_transfer import ROOM, SIZE, SMALL, Pages, Side, free_port, give, seek, take
 
 
 class EngineInMemory:

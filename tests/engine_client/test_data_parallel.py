@@ -3,6 +3,7 @@
 from contextlib import AsyncExitStack
 
 import pytest
+from msgspec.structs import replace
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
@@ -92,6 +93,22 @@ def test_the_method_decides_which_engine_takes_a_request(flags, taken):
             for i, length in enumerate((90, 4, 4, 4)):
                 fleet.submit(generate(str(i), length))
             assert [len(client.streams) for client in clients] == taken
+
+    asynchronous(scenario)()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_bootstrap_room_selects_the_engine_where_the_method_says_so(follows):
+    async def scenario():
+        async with AsyncExitStack() as stack:
+            _, clients, engines = await open_fleet(stack)
+            fleet = DataParallelClient(clients, least, follows_room=follows)
+            for engine in engines:
+                engine.hold = True
+            for i in range(4):
+                fleet.submit(replace(generate(str(i)), transfer_id=bytes(16)))
+            taken = [len(client.streams) for client in clients]
+            assert (sorted(taken) == [0, 4]) == follows
 
     asynchronous(scenario)()
 

@@ -14,11 +14,11 @@ from banyan.config.schema import ObserveConfig
 from banyan.engine_client.request_log import BEGINNING, RequestLog
 from banyan.engine_client.text_generator import TextGenerator, open_generator
 from banyan.requests.generation import TextChunk, Usage, collect
-from tests.requests.test_generation import LIMITS, TOKENIZER, request
 from tests.support.clients import asynchronous
 from tests.support.fake_engine import ids_of, serving
 from tests.support.flags import config_of
 from tests.support.scripted import scripted
+from tests.support.text_requests import LIMITS, TOKENIZER, request
 
 ASKED = replace(request("secret"), route="chat")
 COUNTS = "request ended id=r route=chat prompt_tokens=6 cached_tokens={} output_tokens={} "

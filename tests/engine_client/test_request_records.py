@@ -21,10 +21,10 @@ from banyan.engine_client.request_log import (
 )
 from banyan.engine_client.text_generator import open_generator
 from banyan.requests.generation import Usage, collect
-from tests.requests.test_generation import LIMITS, TOKENIZER, request
 from tests.support.clients import asynchronous
 from tests.support.fake_engine import ids_of, serving
 from tests.support.flags import config_of
+from tests.support.text_requests import LIMITS, TOKENIZER, request
 
 ASKED = replace(request("secret"), route="chat")
 DONE = RequestOutcome(ASKED, Usage(6, 5, cached_tokens=2, queue_s=0.25), "stop", 2.0, first_s=0.75)

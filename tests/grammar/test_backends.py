@@ -301,7 +301,8 @@ def tool_calls(at_least_one: bool, parallel: bool) -> Constraint:
         Tag('<tool>{"name": "add", "arguments": ', {"const": 1}, "}</tool>"),
         Tag('<tool>{"name": "sub", "arguments": ', {"const": 2}, "}</tool>"),
     ]
-    encoded = tool_calls_constraint(tags, ["<tool>"], at_least_one=at_least_one, parallel=parallel)
+    triggers = [] if at_least_one else ["<tool>"]
+    encoded = tool_calls_constraint(tags, triggers, parallel=parallel)
     return Constraint.decode(encoded)
 
 
@@ -317,7 +318,7 @@ SUB = '<tool>{"name": "sub", "arguments": 2}</tool>'
         (False, True, f"text {ADD} more {SUB}", True),
         (False, True, '<tool>{"name": "add", "arguments": 1', False),
         (True, True, ADD, True),
-        (True, True, f"{ADD}{SUB}", True),
+        (True, True, f"{ADD}\n{SUB}", True),
         (True, False, SUB, True),
         (False, False, f"text {SUB}", True),
     ],

@@ -315,7 +315,7 @@ def test_callers_have_equal_shares_of_the_time_that_constraints_take():
 
 
 def test_a_caller_that_fills_his_queue_leaves_room_for_others(opened: Open):
-    compiler, _ = opened(GrammarLimits(max_waiting=3, max_of_one=2))
+    compiler, _ = opened(GrammarLimits(max_waiting=3))
     for number in range(2):
         compiler.prepare(regex(f"a{number}"), b"one")
     with pytest.raises(RequestError, match="2 of them of this caller") as caught:

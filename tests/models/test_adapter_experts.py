@@ -11,7 +11,7 @@ from banyan.base.errors import ConfigError
 from banyan.lora.adapter_config import KINDS, WEIGHTS
 from banyan.lora.load import load_adapter
 from tests.models.families import tiny
-from tests.models.test_adapters import PROMPT, edited, enter, opened, random_peft, show
+from tests.support.peft import PROMPT, edited, enter, opened, random_peft, show
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ROUTER = "mlp.gate.weight"

@@ -5,27 +5,30 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.config.schema import LoraConfig
 from banyan.layers.build import Build
-from banyan.lora.adapter_config import KINDS, WEIGHTS
+from banyan.lora.adapter_config import KINDS
 from banyan.lora.load import base_of, enable_lora, load_adapter
 from banyan.lora.pool import open_lora_targets
 from banyan.lora.rules import MOST_LOADED
-from banyan.lora.targets import LoRATargets
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
-from banyan.ops.lora import AdapterTokens
 from banyan.platform.cpu import CpuPlatform
 from tests.models.families import tiny
 from tests.support.flags import config_of
 from tests.support.lora import as_gguf, write_adapter
+from tests.support.peft import PROMPT, edited, enter, opened, random_peft, show
 from tests.system.checkpoint import write_tiny_model
 
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("fit") / "model")
+
+
 CPU = torch.device("cpu")
-PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(40)]
 ALL = "all-linear"
 TARGETS = {
     "qwen3, bias": ["q_proj", "v_proj"],
@@ -40,46 +43,6 @@ TARGETS = {
     "deepseek v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
     "qwen3 next": ["q_proj", "v_proj", "o_proj", "out_proj"],
 }
-
-
-def opened(folder, ops, targets=(), max_rank=64, kinds=()):
-    """A model with room for adapters, and what they must fit."""
-    lora_targets = LoRATargets(max_rank, 4, targets, kinds)
-    model = load_model(read_model_config(str(folder)), Build(ops, adapters=lora_targets))
-    enable_lora(model, lora_targets, ops)
-    return model, base_of(model, lora_targets)
-
-
-def enter(base, number, loaded):
-    for name, table in base.lora_targets.tables.items():
-        table.enter(number, loaded.parts.get(name, ()))
-    for name, rows in base.lora_targets.rows.items():
-        rows.enter(number, loaded.rows.get(name))
-    for name, experts in base.lora_targets.experts.items():
-        experts.enter(number, loaded.experts.get(name, {}))
-
-
-def show(base, adapters):
-    base.lora_targets.tokens = AdapterTokens(len(adapters))
-    base.lora_targets.tokens.fill(np.array(adapters))
-    base.lora_targets.outputs = base.lora_targets.tokens
-
-
-def random_peft(model, folder, **config):
-    """The model with an adapter of random matrices, saved to `folder`."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(5)
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config)
-    )
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "magnitude" in name:
-                parameter.mul_(torch.rand_like(parameter) + 0.5)
-            elif any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens")):
-                parameter.copy_(torch.randn_like(parameter) * 0.2)
-    adapted.save_pretrained(folder)
-    return adapted.eval()
 
 
 @pytest.mark.parametrize("variant", TARGETS)
@@ -171,11 +134,6 @@ def test_ranks_from_one_to_wider_than_the_model_are_served(rank, ops, paged, tmp
     show(base, [1] * len(PROMPT))
     (found,) = paged(model).step([(0, PROMPT)])
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("fit") / "model")
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",)])
@@ -342,13 +300,6 @@ def test_matrices_lie_in_8_bits_beside_rounded_weights_alone(
     base = base_of(opened_model, lora_targets)
     enter(base, 1, load_adapter(str(write_adapter(tmp_path / "a", 1)), base))
     assert {int(table.entries[1, 4]) for table in lora_targets.tables.values()} == types
-
-
-def edited(folder, change):
-    """The adapter in a folder with other tensors."""
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS)
 
 
 def renamed(old, new):

@@ -12,8 +12,8 @@ from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from tests.models.families import EXPERTS, STATES, VARIANTS, rewrite_config, tiny
-from tests.models.test_recordable import torch_calls
 from tests.support.logits import PROMPT, assert_as_expected, expected_logits, load
+from tests.support.torch_calls import torch_calls
 
 CPU = torch.device("cpu")
 

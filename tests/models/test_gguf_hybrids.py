@@ -17,10 +17,10 @@ from banyan.models.weights.checkpoint_layouts import with_heads_of_keys
 from banyan.models.weights.loader import load_model
 from banyan.ops.stored import StoredWeight
 from tests.models.families import tiny
-from tests.models.test_recordable import torch_calls
 from tests.models.test_tensor_parallel import shared_by_two
 from tests.support.gguf import interleave
 from tests.support.logits import PROMPT, assert_as_expected, expected_logits
+from tests.support.torch_calls import torch_calls
 
 WHOLE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 BY_TURNS = {"layer_types": None}

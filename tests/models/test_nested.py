@@ -18,8 +18,8 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from tests.models.family_experts import LLAMA4
 from tests.models.family_sizes import SCALED, SIZES
-from tests.models.test_adapters import enter, opened, random_peft, show
 from tests.support.flags import config_of
+from tests.support.peft import enter, opened, random_peft, show
 
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(40)]
 TEXT = SIZES | {"head_dim": 12}

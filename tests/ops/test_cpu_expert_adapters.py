@@ -17,7 +17,7 @@ from banyan.ops.lora import (
     ExpertTable,
 )
 from tests.ops.test_cpu_experts import experts_of, library, routed
-from tests.ops.test_cpu_linear import random
+from tests.support.stored_weights import random
 
 CPU = torch.device("cpu")
 DIM, INNER, COUNT = 96, 72, 5

@@ -13,7 +13,7 @@ from banyan.ops.cpu.weights import SOURCES, Arena
 from banyan.ops.experts_api import Clamp, ExpertPlaces, Routing, StoredExperts
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 from tests.ops.conftest import MACHINES, beside_the_best, open_library
-from tests.ops.test_cpu_linear import ROUNDED, assert_close, random, stored
+from tests.support.stored_weights import ROUNDED, assert_close, random, stored
 
 CPU = torch.device("cpu")
 RULES = {

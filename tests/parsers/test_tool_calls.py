@@ -297,3 +297,25 @@ def test_json_copy_passes_on_only_what_can_be_completed() -> None:
             break
         if put:
             json.loads("".join(put) + "".join(reversed(closers)))
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen25"])
+@pytest.mark.parametrize(
+    ("inner", "count"),
+    [
+        ('{"name": "search", "arguments": {"q": "x"}}}', 1),
+        ('{"name": "search", "arguments": {"q": "x"}}}\n', 1),
+        ('{"name": "search", "arguments": {"q": "x"}\n', 1),
+        ('{"name": "search", "arguments": {"q": "x"}}\n' * 2, 2),
+        ('[{"name": "search", "arguments": {"q": "x"}}]\n', 1),
+    ],
+)
+def test_common_mistakes_between_tags_leave_no_tags_in_the_text(
+    name: str, inner: str, count: int
+) -> None:
+    answer = f"<tool_call>\n{inner}</tool_call>"
+    for text in (answer, f"{answer}\n{answer}"):
+        for pieces in ([text], list(text)):
+            parts = parse(name, pieces)
+            assert calls(parts) == [("search", {"q": "x"})] * count * text.count("<tool_call>")
+            assert said(parts) == ""

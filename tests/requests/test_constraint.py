@@ -96,16 +96,16 @@ def test_the_older_structural_tag_is_the_newer():
     }
 
 
-def test_tool_calls_are_triggered_tags():
+def test_tool_calls_are_tags_after_a_trigger_or_alone():
     tags = [Tag('<tool>{"name": "f", "arguments": ', SCHEMA, "}</tool>")]
-    grammar = tool_calls_constraint(
-        tags, ["<tool>"], at_least_one=True, parallel=False, thinking_end=[9, 10]
+    decoded = Constraint.decode(
+        tool_calls_constraint(tags, ["<tool>"], parallel=False, thinking_end=[9, 10])
     )
-    decoded = Constraint.decode(grammar)
     form = json.loads(decoded.text)["format"]
-    assert decoded.after == (9, 10)
-    assert form["at_least_one"] is True and form["stop_after_first"] is True
+    assert decoded.after == (9, 10) and form["stop_after_first"] is True
     assert form["triggers"] == ["<tool>"] and form["tags"][0]["end"] == "}</tool>"
+    form = json.loads(Constraint.decode(tool_calls_constraint(tags, [])).text)["format"]
+    assert form["type"] == "tags_with_separator" and form["at_least_one"] is True
 
 
 def test_a_constraint_can_begin_after_the_thinking():

@@ -13,28 +13,17 @@ from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.engine_client.text_generator import TextGenerator
 from banyan.messages.requests import Abort, Generate, StopAt
-from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import (
     CoalescedChunks,
     TokenScore,
     collect,
     join,
 )
-from banyan.requests.request_spec import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions, spec_of
-from banyan.requests.sampling_params import Limits
+from banyan.requests.request_spec import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions
 from banyan.tokenizer.stop_strings import TextOptions
 from tests.support.clients import asynchronous
-from tests.support.fake_engine import EOS, VOCAB, ids_of, letters, logprob_of, serving, until
-
-TOKENIZER = letters()
-LIMITS = Limits(context_length=1024, vocab_size=VOCAB, eos_ids=(EOS,))
-
-
-def request(prompt="Hi", max_new_tokens=100, **options):
-    text = {k: options.pop(k) for k in list(options) if k in TextOptions.__dataclass_fields__}
-    scores = options.pop("scores", ScoreOptions())
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, **{"stop_ids": (EOS,), **options})
-    return spec_of(RequestId("r"), ids_of(prompt), sampling, TextOptions(**text), scores)
+from tests.support.fake_engine import EOS, VOCAB, ids_of, logprob_of, serving, until
+from tests.support.text_requests import LIMITS, TOKENIZER, request
 
 
 def say(text, ends=True):

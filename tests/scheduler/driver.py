@@ -89,11 +89,19 @@ class Driver:
         """A step that reads one of these tokens fails as a whole."""
 
     def submit(
-        self, name: str, prompt: list[int], new: int = 4, priority: int = 0, **sampling
+        self,
+        name: str,
+        prompt: list[int],
+        new: int = 4,
+        priority: int = 0,
+        caller: bytes = b"",
+        **sampling,
     ) -> None:
         params = SamplingParams(max_new_tokens=new, **sampling)
         tokens = array("i", prompt).tobytes()
-        self.receive(Generate(request=name, tokens=tokens, sampling=params, priority=priority))
+        self.receive(
+            Generate(request=name, tokens=tokens, sampling=params, priority=priority, caller=caller)
+        )
 
     def receive(self, message) -> None:
         self.core.receive(message, self.now)

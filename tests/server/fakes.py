@@ -163,7 +163,7 @@ class FakeClient:
         self.others: list[Replica] = []
         self.is_full = False
 
-    def refuse_if_full(self) -> None:
+    def refuse_if_full(self, caller=b"") -> None:
         if self.is_full:
             raise RequestError("The request queue is full.", status=503, code="queue_full")
 

@@ -413,10 +413,6 @@ REFUSALS = {
     ),
     "an unknown role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     "no messages": ({"messages": []}, "Messages cannot be empty"),
-    "a tool of the server's": (
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        "web_search_20250305",
-    ),
     "an unknown tool": (
         {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "nope"}},
         "'nope' not found",

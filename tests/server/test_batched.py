@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from banyan.server.http.listen import MAX_HELD_BYTES, BatchedTransport, WriteBatch
 
 
@@ -13,8 +15,18 @@ class _Wire(asyncio.Transport):
         super().__init__()
         self._name = name
         self._notes = notes
+        self._is_closed = False
+
+    def is_closing(self) -> bool:
+        return self._is_closed
+
+    def lose(self) -> None:
+        """The client has gone."""
+        self._is_closed = True
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._is_closed:
+            raise RuntimeError("the handler is closed")  # as uvloop does
         self._notes.append((self._name, bytes(data)))
 
     def close(self) -> None:
@@ -89,3 +101,23 @@ def test_a_turn_follows_a_turn() -> None:
 
     asyncio.run(main())
     assert notes == [("a", b"0"), ("a", b"1"), ("a", b"2")]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_client_that_leaves_before_its_answer_keeps_no_other_from_theirs(lost: int) -> None:
+    notes: list[tuple[str, bytes]] = []
+
+    async def main() -> None:
+        loop, batch = asyncio.get_running_loop(), WriteBatch()
+        wires = [_Wire(name, notes) for name in "abc"]
+        ends = [BatchedTransport(wire, batch, loop) for wire in wires]
+        for end in ends:
+            end.write(b"alive")
+        wires[lost].lose()
+        await asyncio.sleep(0)
+        ends[lost - 1].write(b"again")
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    others = [name for number, name in enumerate("abc") if number != lost]
+    assert notes == [*((name, b"alive") for name in others), ("abc"[lost - 1], b"again")]

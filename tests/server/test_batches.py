@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from openai.types import Batch
 from openai.types.responses import Response
 
 from banyan.base.ids import RequestId
@@ -20,10 +19,9 @@ from banyan.server.batch_lines import MAX_FAULTS, MAX_LINES, read_lines
 from banyan.server.batches import resume_batches
 from banyan.server.store.batches import AnswerLog, answer_line
 from tests.server.fakes import Site, refusal, steps
+from tests.support.batches import ENDPOINT, answers, as_jsonl, begin, ended, line
 from tests.support.flags import config_of
 from tests.system.serving import wait_until
-
-ENDPOINT = "/v1/chat/completions"
 
 
 @pytest.fixture
@@ -39,49 +37,10 @@ def client(site: Site) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def line(id: str, url: str = ENDPOINT, **body: object) -> dict[str, object]:
-    if url == ENDPOINT:
-        body = {"messages": [{"role": "user", "content": id}], **body}
-    return {"custom_id": id, "method": "POST", "url": url, "body": {"model": "tiny", **body}}
-
-
-def as_jsonl(lines: list[object]) -> bytes:
-    return b"".join(json.dumps(item).encode() + b"\n" for item in lines)
-
-
-def begin(client: openai.OpenAI, lines: list[object], endpoint: str = ENDPOINT) -> Batch:
-    given = client.files.create(file=("in.jsonl", as_jsonl(lines)), purpose="batch")
-    return client.batches.create(
-        input_file_id=given.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
-    )
-
-
-def ended(client: openai.OpenAI, batch: Batch, limit_s: float = 20) -> Batch:
-    found = [batch]
-
-    def is_over() -> bool:
-        found[0] = client.batches.retrieve(batch.id)
-        Batch.model_validate(found[0].model_dump(), strict=True)
-        return found[0].status in ("completed", "failed", "cancelled")
-
-    wait_until(is_over, limit_s, "the batch to end")
-    return found[0]
-
-
 def stop_work(site: Site) -> None:
     """End the work on batches as a server that shuts down does."""
     site.call(site.state.storage.close)
-    wait_until(site.state.storage.batches.work.done, 10, "the batch to stop")
-
-
-def answers(client: openai.OpenAI, file_id: str | None) -> dict[str, dict]:
-    """Answers of a file by custom_id, each of which must be there once."""
-    if file_id is None:
-        return {}
-    found = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
-    by_id = {item["custom_id"]: item for item in found}
-    assert len(by_id) == len(found)
-    return by_id
+    wait_until(lambda: not site.state.storage.batches.num_working, 10, "the batch to stop")
 
 
 def test_every_line_is_answered_once(client: openai.OpenAI) -> None:
@@ -346,7 +305,7 @@ def test_a_line_on_which_the_engine_dies_twice_has_failed_and_the_others_go_on(
             else:
                 site.call(resume_batches, site.state)
             store = site.state.storage.batches
-            wait_until(lambda s=store: s.work is not None and s.work.done(), 20, "the work's end")
+            wait_until(lambda s=store: s.work and not s.num_working, 20, "the work's end")
             assert bool(site.state.dead) == (start < 2)
             asked.append([site.tokenizer.decode(r.prompt) for r in site.generator.asked])
             found = client.batches.retrieve(batch.id)

@@ -6,7 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.server.test_batches import answers, begin, ended, line
+from tests.support.batches import answers, begin, ended, line
 from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import serving, wait_until
 

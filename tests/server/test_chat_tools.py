@@ -297,7 +297,7 @@ def test_a_continued_message_says_whether_it_was_thinking(
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"thinking": {"type": "maybe"}}, "thinking"),
         ({"separate_reasoning": "yes"}, "separate_reasoning"),
-        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": 7}, "parallel_tool_calls"),
     ],
     ids=lambda value: str(value)[:50],
 )

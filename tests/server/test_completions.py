@@ -166,7 +166,7 @@ def test_the_official_client_reads_the_stream(client: openai.OpenAI) -> None:
         ({"best_of": True}, "best_of"),
         ({"best_of": "many"}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -177,3 +177,13 @@ def test_a_bad_field_is_a_400_that_names_it(
     assert answer.status_code == 400, answer.text[:500]
     if param != "prompt" or answer.json()["error"]["code"] != "context_length_exceeded":
         assert answer.json()["param"] == param
+
+
+def test_parts_of_a_character_are_told_apart_in_log_probabilities(
+    site: Site, http: httpx.Client
+) -> None:
+    site.generator.script = lambda _: steps("日本")
+    body = {"prompt": "Hi", "logprobs": 2}
+    found = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert found["tokens"][0] == r"bytes:\xe6" and len(set(found["tokens"])) > 3
+    assert all(len(top) == 2 for top in found["top_logprobs"])

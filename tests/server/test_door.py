@@ -11,11 +11,12 @@ import httpx
 import pytest
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import FairShare
 from banyan.server.http import auth, listen
 from banyan.server.http.api_keys import Keys
 from banyan.server.http.app import BODIES_IN_MEMORY
 from banyan.server.http.auth import Guard
-from banyan.server.http.limits import BodyMemory, ReceivedBody, read_body, strict_json
+from banyan.server.http.limits import ReceivedBody, read_body, strict_json
 from banyan.server.routes import all_routes
 from tests.server.fakes import Site, steps
 from tests.support.cases import check_each
@@ -294,7 +295,7 @@ def test_a_body_that_stalls_is_408() -> None:
         return {}
 
     with pytest.raises(RequestError) as caught:
-        asyncio.run(read_body(stall, None, 100, ReceivedBody(BodyMemory(100)), timeout_s=0.01))
+        asyncio.run(read_body(stall, None, 100, ReceivedBody(FairShare(100)), timeout_s=0.01))
     assert caught.value.status == 408
 
 
@@ -442,3 +443,10 @@ def test_strict_servers_refuse_what_others_report() -> None:
         assert post("/v1/chat/completions", {"messages": USER, "model": "x"}).status_code == 404
         assert post("/generate", {"text": "a", "frobnicate": 1}).status_code == 400
         assert post("/v1/chat/completions", {"messages": USER}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [b"/generate", b"/livez"])
+@pytest.mark.parametrize("length", [b"0" * 5000 + b"2", b"9" * 5000, b"0" * 5000])
+def test_a_length_of_many_digits_is_read_or_refused(site: Site, path: bytes, length: bytes) -> None:
+    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %b\r\n\r\n{}" % (path, length)
+    assert headed(site, head)[:1] == b"4"

@@ -3,6 +3,7 @@
 import contextlib
 import hmac
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -70,7 +71,7 @@ def test_a_file_that_lists_nobody_lets_nobody_in(tmp_path: Path) -> None:
 
 def test_a_changed_file_counts_within_a_second_and_a_bad_one_never(tmp_path: Path, caplog) -> None:
     clock = VirtualClock()
-    keys = Keys("", written(tmp_path), clock)
+    keys = Keys("", written(tmp_path), clock, run=lambda work: work())
     old, new = digest("sk-shop"), digest("sk-fresh")
     assert keys.find(old) and not keys.find(new)
     written(tmp_path, "keys: [{name: shop, key: sk-fresh}]  # another length")
@@ -148,6 +149,12 @@ def test_no_more_requests_of_a_key_are_open_than_it_may_have(tmp_path: Path) -> 
         ("keys: [{name: a, key: k}, {name: a, key: l}]", "has the name 'a' twice"),
         ("keys: [{name: a, key: k}, {name: b, key: k}]", "caller 2 has a key of another one"),
         ("keys: [", "is not YAML"),
+        ("keys: [{name: a, key: k, key: l}]", "key is given twice"),
+        ("keys: [{name: &n a, key: k}]", "anchors, tags and deep nesting"),
+        ("keys: [{name: !!str a, key: k}]", "anchors, tags and deep nesting"),
+        ("keys: " + 20 * "[" + 20 * "]", "anchors, tags and deep nesting"),
+        ("keys: []\n---\nkeys: []", "more than one document"),
+        ("- keys", "must be a mapping"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told_without_its_keys(
@@ -170,3 +177,15 @@ def test_keys_are_compared_as_digests_in_the_same_time(monkeypatch: pytest.Monke
         compared.clear()
         assert keys.find(digest(given)) is None, "nothing else decides"
         assert len(compared) == 3 and all(len(a) == len(b) == 32 for a, b in compared)
+
+
+def test_a_changed_file_is_read_next_to_the_event_loop(tmp_path: Path) -> None:
+    clock, begun = VirtualClock(), list[Callable[[], None]]()
+    path = written(tmp_path, "keys: [{name: a, key: old}]")
+    keys = Keys("", path, clock, run=begun.append)
+    Path(path).write_text("keys: [{name: a, key: new-key}]")
+    clock.advance_to(LOOK_S + 0.1)
+    assert keys.find(digest("old")) and not keys.find(digest("new-key"))
+    (read,) = begun
+    read()
+    assert keys.find(digest("new-key")) and not keys.find(digest("old"))

@@ -397,3 +397,19 @@ def test_parameters_have_ollama_s_names_and_no_others(site: Site, http: httpx.Cl
     site.state.service = replace(site.service, chat_defaults={"max_new_tokens": 1024})
     shown = http.post("/api/show", json={"model": "tiny"}).json()["parameters"]
     assert shown == "num_predict 1024"
+
+
+@pytest.mark.parametrize("truncate", [None, True, False])
+def test_a_text_that_is_too_long_for_a_vector_is_cut_unless_that_is_forbidden(
+    site: Site, http: httpx.Client, truncate: bool | None
+) -> None:
+    limits = replace(site.service.limits, is_embedding=True, context_length=16)
+    site.state.service = replace(site.service, limits=limits)
+    body = {"model": "tiny", "input": "a" * 40, "truncate": truncate}
+    answer = http.post("/api/embed", json=body)
+    if truncate is False:
+        assert answer.status_code == 400
+        return
+    assert answer.status_code == 200, answer.text
+    assert len(site.generator.asked[-1].prompt) == 16
+    assert "input: texts are cut" in answer.headers["x-banyan-warnings"]

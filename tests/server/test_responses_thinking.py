@@ -14,7 +14,7 @@ from banyan.server.tool_servers.base import ToolServers
 from banyan.server.tool_servers.demo import DemoServer
 from tests.server.fakes import Site, steps
 from tests.server.talk import TEMPLATE, says, service_with
-from tests.server.test_responses import (
+from tests.support.responses import (
     ARGUMENTS,
     CALL,
     CALLING,

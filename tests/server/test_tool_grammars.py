@@ -105,3 +105,56 @@ def test_free_answers_need_no_grammar() -> None:
     assert tool_use(request, parsers, True, False, lambda *_: None).grammar([]) == ""
     assert use_of("hermes").grammar([]).startswith("structural_tag:")
     assert use_of("hermes", tool_choice="none").grammar([]) == ""
+
+
+# parameters -> arguments that a forced call may have; the keys are all that it may name
+PARTIAL = {
+    "no parameters": ({}, set()),
+    "null": ({"parameters": None}, set()),
+    "empty": ({"parameters": {}}, set()),
+    "an object": ({"parameters": {"type": "object"}}, set()),
+    "no properties": ({"parameters": {"type": "object", "properties": {}}}, set()),
+    "null properties": (
+        {"parameters": {"type": "object", "properties": None, "required": None}},
+        set(),
+    ),
+    "no type": ({"parameters": {"properties": {"on": {"type": "boolean"}}}}, {"on"}),
+    "optional": (
+        {"parameters": {"type": "object", "properties": {"on": {"type": "boolean"}}}},
+        {"on"},
+    ),
+    "referred": (
+        {
+            "parameters": {
+                "type": "object",
+                "properties": {"on": {"$ref": "#/$defs/On"}},
+                "$defs": {"On": {"type": "boolean"}},
+            }
+        },
+        {"on"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTIAL)
+@pytest.mark.parametrize("name", ["hermes", "mistral", "qwen3_coder", "gpt-oss"])
+def test_a_forced_call_names_the_parameters_of_its_schema_alone_and_then_ends(
+    backend: Backend, name: str, case: str
+) -> None:
+    function, names = PARTIAL[case]
+    tools = [{"type": "function", "function": {"name": "f", **function}}]
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        request = ChatRequest(messages=[], tools=tools, tool_choice=choice)
+        parsers = Parsers(name, TOOL_PARSERS.load(name))
+        use = tool_use(request, parsers, True, False, lambda *_: None)
+        constraint = Constraint.decode(use.grammar([]))
+        program = compiled(backend, constraint.kind, constraint.text)
+        num_ended = 0
+        for seed in range(DRAWS):
+            played = play(begin(program, constraint), Random(seed), most=300)
+            found, said = read(use, played.text)
+            assert not played.is_stuck and not (played.is_ended and said.strip()), played.text
+            whole = found if played.is_ended else found[:-1]
+            assert all(called == "f" and arguments.keys() <= names for called, arguments in whole)
+            num_ended += played.is_ended
+        assert num_ended

@@ -27,7 +27,7 @@ from banyan.server.tool_servers.demo import DemoServer, calculate
 from banyan.server.tool_servers.start import addresses, start_tool_servers
 from tests.server.fakes import Site, Step, steps
 from tests.server.talk import TEMPLATE, service_with
-from tests.server.test_responses import MESSAGE, THINKING, ask, events, kinds, without_ids
+from tests.support.responses import MESSAGE, THINKING, ask, events, kinds, without_ids
 from tests.system.serving import wait_until
 
 T = TypeVar("T")

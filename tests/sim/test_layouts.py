@@ -26,7 +26,7 @@ from banyan.sim.steptime import Roofline
 from banyan.sim.study import StudyQuestion, study
 from banyan.sim.workload import Arrival, poisson
 from tests.models.families import EXPERTS, tiny
-from tests.sim.test_replica import MODEL_CONFIG
+from tests.support.simulated import MODEL_CONFIG
 
 FAST = Hardware(
     memory_gib=2,

@@ -13,7 +13,7 @@ from banyan.sim.replica import ReplicaSet, SimulatedReplica
 from banyan.sim.report import spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import Arrival, mooncake, poisson
-from tests.sim.test_replica import DEVICE, MODEL_CONFIG, TRACE, Outcome
+from tests.support.simulated import DEVICE, MODEL_CONFIG, TRACE, Outcome
 
 
 def play(arrivals, *, order="fcfs", pages=4000, running=16, conservativeness=1.0, **more):

@@ -1,8 +1,6 @@
 """The simulator runs the shipped scheduler in virtual time, and gives the same answer twice."""
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -10,32 +8,14 @@ from banyan.base.errors import ConfigError
 from banyan.engine.core_spec import CoreSpec
 from banyan.kv_cache.sizing import FULL, CacheGroup
 from banyan.messages.plan import Row, StepPlan
-from banyan.model_config.model_config import ModelConfig
 from banyan.scheduler.budget import SchedulerLimits
 from banyan.scheduler.routing import round_robin
 from banyan.sim.device import OneDevice, World
-from banyan.sim.layout import Hardware
 from banyan.sim.replica import ReplicaSet, SimulatedReplica
-from banyan.sim.report import RequestTimes, SimulationReport, spread
+from banyan.sim.report import spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import mooncake, poisson
-
-MODEL_CONFIG = ModelConfig(
-    path="",
-    format="safetensors",
-    architecture="LlamaForCausalLM",
-    model_type="llama",
-    vocab_size=32_000,
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_layers=16,
-    num_heads=16,
-    num_kv_heads=4,
-    head_dim=64,
-    context_length=32_768,
-)
-DEVICE = Hardware(memory_gib=16, bytes_per_s=50e9, flops_per_s=1e12, overhead_s=1e-4)
-TRACE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "mooncake_conversation.jsonl"
+from tests.support.simulated import DEVICE, MODEL_CONFIG, TRACE, Outcome
 
 
 def simulate(arrivals, *, depth=1, pages=4000, host_s=0.0, concurrency=0, order="fcfs"):
@@ -57,13 +37,6 @@ def simulate(arrivals, *, depth=1, pages=4000, host_s=0.0, concurrency=0, order=
     core.check()
     assert core.is_idle
     return Outcome(fleet.report(), replica.visits, replica.plan_hashes)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    report: SimulationReport
-    visits: list[RequestTimes]
-    plan_hashes: list[bytes]
 
 
 def families(count=60, rate=20.0):

@@ -20,9 +20,7 @@ LLAMA: dict[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": [2, 3],
 }
-
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
-
 """A whole safetensors file."""
 
 

@@ -1,9 +1,5 @@
 """A model's configuration and what checks of flags need."""
 
-import logging
-
-import pytest
-
 from banyan.config.env import Environment
 from banyan.model_config.model_config import ModelConfig
 
@@ -23,12 +19,3 @@ MODEL_CONFIG = ModelConfig(
     head_dim=16,
     context_length=2048,
 )
-
-
-@pytest.fixture
-def heard(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> pytest.LogCaptureFixture:
-    """The package's log lines, whether or not logging was started before."""
-    monkeypatch.setattr(logging.getLogger("banyan"), "propagate", True)
-    return caplog

@@ -5,7 +5,6 @@ from pathlib import Path
 from banyan.llm import Engine
 
 REPEATS = "One two three four five six. " * 4 + "One two"
-
 LONG = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
 
 REQUESTS: dict[str, dict[str, object]] = {

@@ -10,7 +10,6 @@ import pytest
 import banyan
 
 NEAR = 0.02
-
 """How far apart two log-probabilities may be; the best must be twice as far from the second."""
 
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
@@ -23,7 +22,6 @@ CAPTURED = {
     "deepseek v2": LATENT,
     "deepseek v3.2": LATENT | {"index_head_dim": 128},
 }
-
 """Variants whose decode steps are captured, with what makes them fit the operators."""
 
 IS_WHOLE = os.environ.get("NPU_CASES") == "all"

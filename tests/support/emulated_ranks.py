@@ -53,9 +53,7 @@ SIZES = {
     "deepseek v3": LATENT,
     "deepseek v3.2": LATENT | {"index_head_dim": 128},
 }
-
 WIDE = {"hidden_size": 1024, "num_hidden_layers": 2, "weights": 0.05}
 
 SIZES |= {f"{name} wide": size | WIDE for name, size in SIZES.items()}
-
 """Rows of as many numbers as exchanges of a fixed size take."""

@@ -19,7 +19,6 @@ TREE = {
     "speculative_eagle_topk": 3,
     "speculative_num_draft_tokens": 8,
 }
-
 _WORDS = {"vocab_size": 512, "max_position_embeddings": 2048}
 
 

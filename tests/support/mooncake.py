@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from banyan.kv_transfer.mooncake_store import _check_master
-from tests.disaggregation.test_transfer import free_port
+from tests.support.page_transfer import free_port
 
 _LENDER = """
 import os, sys

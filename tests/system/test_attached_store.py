@@ -10,16 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.stores import KEPT, OTHER, WAIT_S, http_ask, pages, stored_tokens, told
 from tests.system.serving import Server, serving, wait_until
-from tests.system.test_store import (
-    KEPT,
-    OTHER,
-    WAIT_S,
-    http_ask,
-    pages,
-    stored_tokens,
-    told,
-)
 
 ROUTE = "/hicache/storage-backend"
 KEY = {"Authorization": "Bearer root"}

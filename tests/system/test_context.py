@@ -12,8 +12,8 @@ from tests.models.families import tiny
 from tests.support.drafts import REQUESTS, start, told
 from tests.support.drafts import answers as ask
 from tests.support.hidden_drafts import ahead, with_words
+from tests.support.nodes import FEW, node, outputs
 from tests.system.serving import free_port, serving, wait_ready
-from tests.system.test_nodes import FEW, node, outputs
 
 ALL = bool(os.environ.get("PARALLEL"))
 IN_ALL = pytest.mark.skipif(not ALL, reason="make test-parallel")

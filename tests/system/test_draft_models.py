@@ -1,13 +1,10 @@
 """A model that drafts changes how many steps an answer takes, and nothing of the answer."""
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import BanyanError
@@ -16,19 +13,9 @@ from banyan.config.prepare import prepare
 from banyan.engine.model_loader import Phases, open_model
 from banyan.llm import Engine
 from tests.models.families import tiny
+from tests.support.draft_models import like
 from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, start, told
 from tests.support.flags import config_of
-
-
-def like(model: Path, folder: Path, noise: float) -> Path:
-    """A copy of a checkpoint whose weights are a little off."""
-    shutil.copytree(model, folder)
-    random, weights = np.random.default_rng(5), load_file(folder / "model.safetensors")
-    for name, tensor in weights.items():
-        off = random.standard_normal(tensor.shape).astype(np.float32) * tensor.std()
-        weights[name] = tensor + noise * off
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def beside(model: Path, draft: Path, **flags: object) -> Engine:

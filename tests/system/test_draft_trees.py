@@ -8,9 +8,9 @@ import transformers
 
 from banyan.llm import Engine
 from tests.models.families import tiny
+from tests.support.draft_models import like
 from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, start, told
 from tests.support.hidden_drafts import FEW, SLOW, TREE, ahead, given_up, with_words
-from tests.system.test_draft_models import like
 
 FACTS = {"glm4 moe": {"head_dim": 16}}
 

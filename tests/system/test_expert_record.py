@@ -14,8 +14,8 @@ import banyan
 from banyan.base.errors import ConfigError
 from banyan.formats.safetensors import read_arrays
 from tests.models.families import tiny
+from tests.support.expert_requests import GREEDY, PROMPTS
 from tests.system.serving import Server, serving
-from tests.system.test_experts import GREEDY, PROMPTS
 
 OUTER = pytest.mark.skipif(os.environ.get("PARALLEL") != "all", reason="make test-parallel")
 VARIANT = "qwen2 moe, some dense"

@@ -8,12 +8,12 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.models.families import tiny
+from tests.support.draft_models import like
 from tests.support.handoff import GREEDY, PROMPT, is_whole, told
 from tests.support.hidden_drafts import TREE, with_words
 from tests.support.lora import write_adapter
 from tests.system.handing import FLAGS, WAIT_S, Pair, engines
 from tests.system.serving import wait_until
-from tests.system.test_draft_models import like
 from tests.system.test_handoff_ranks import JOINED
 
 ALL = bool(os.environ.get("PARALLEL"))

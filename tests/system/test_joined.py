@@ -11,13 +11,13 @@ import pytest
 import banyan
 from banyan.base.errors import BanyanError, ConfigError
 from tests.models.families import tiny
+from tests.support.draft_models import like
 from tests.support.hidden_drafts import with_words
+from tests.support.streams import ENDLESS, ends_in_one_error, load
 from tests.system.serving import CALL_S, status_of, wait_until
 from tests.system.test_block_drafts import BLOCKS
 from tests.system.test_block_drafts import with_words as with_blocks
-from tests.system.test_draft_models import like
 from tests.system.test_handoff_kinds import VARIANTS
-from tests.system.test_processes import ENDLESS, ends_in_one_error, load
 
 PROMPTS = [[(5 * i * i + 3 * i + shift) % 97 for i in range(9 + 13 * shift)] for shift in range(4)]
 GREEDY = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.support.pauses import Asking, go_on, pause, wait_running
 from tests.system import checkpoint
-from tests.system.serving import Server, serving
-from tests.system.test_pause import Asking, go_on, pause, wait_running, wait_until
+from tests.system.serving import Server, serving, wait_until
 
 MIB = 1 << 20
 CACHE_BYTES = 14 * MIB

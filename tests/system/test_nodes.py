@@ -2,23 +2,21 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 
 import psutil
 import pytest
 
 from banyan.llm import Engine
 from tests.support.lora import write_adapter
+from tests.support.nodes import FEW, GREEDY, PROMPTS, node, outputs, over_nodes
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import Servers
 from tests.system.serving import (
     CALL_S,
     Server,
     free_port,
-    launch,
     serving,
     settled,
     status_of,
@@ -26,35 +24,7 @@ from tests.system.serving import (
     wait_until,
 )
 
-PROMPTS = [[2 + (i * j * 5 + i) % 390 for i in range(5 + 30 * j)] for j in range(3)]
-FEW = ("--threads", "1", "--max-total-tokens", "2048")
-GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 OUTER = pytest.mark.skipif(not os.environ.get("PARALLEL"), reason="make test-parallel")
-
-
-@contextmanager
-def node(log: Path, number: int, port: int, model: Path, *flags: str) -> Iterator[Server]:
-    """One of two nodes, started and not waited for."""
-    server = launch(
-        log / f"node{number}.log",
-        *("--model-path", str(model), "--tp-size", "2", "--nnodes", "2", *FEW),
-        *("--node-rank", str(number), "--dist-init-addr", f"127.0.0.1:{port}", *flags),
-    )
-    try:
-        yield server
-    except BaseException:
-        print(f"--- node {number}\n{server.tail()}")
-        raise
-    finally:
-        server.kill()
-
-
-def outputs(server: Server, adapter: str | None = None) -> list[list[int]]:
-    found = []
-    for prompt in PROMPTS:
-        body = {"input_ids": prompt, "sampling_params": GREEDY, "lora_path": adapter}
-        found.append(server.generate(**body)["output_ids"])
-    return found
 
 
 def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
@@ -138,16 +108,6 @@ def test_a_node_comes_again_to_the_engine_that_takes_the_place_of_a_lost_one(
         first.signal(signal.SIGTERM)
         assert first.exit_code(20) == 0
         assert other.exit_code(20) == 0, other.tail()
-
-
-@contextmanager
-def over_nodes(log: Path, model: Path, *flags: str) -> Iterator[Server]:
-    """A server whose ranks are on two nodes, once it is ready."""
-    log.mkdir()
-    port = free_port()
-    with node(log, 1, port, model, *flags), node(log, 0, port, model, *flags) as first:
-        wait_ready(first)
-        yield first
 
 
 @OUTER

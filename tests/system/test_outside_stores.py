@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 from tests.support.mooncake import mooncake, needs
+from tests.support.stores import KEPT, OTHER, WAIT_S, http_ask, stored_tokens, told
 from tests.system.serving import Server, wait_until
 from tests.system.test_attached_store import KEY, ROUTE, attach, present, started
-from tests.system.test_store import KEPT, OTHER, WAIT_S, http_ask, stored_tokens, told
 
 
 def fill(server: Server, extra: dict[str, object], kind: str) -> dict:

@@ -22,11 +22,11 @@ import httpx
 import pytest
 
 from banyan.llm import Engine
+from tests.support.transfer_engines import OF_DEVICES, flags_of
 from tests.system.gate import BY_ENGINE, STATES, Gates
 from tests.system.handing import FLAGS
 from tests.system.routing import launch_router
 from tests.system.serving import Server, free_port, launch, status_of, wait_ready, wait_until
-from tests.system.test_transfer_engines import OF_DEVICES, flags_of
 
 FAULTS = int(os.environ.get("PAIR_FAULTS", "0"))
 TRANSFER = os.environ.get("PAIR_TRANSFER", "tcp")

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.nodes import FEW, outputs
 from tests.system.serving import free_port, launch, serving, status_of, wait_until
-from tests.system.test_nodes import FEW, outputs
 
 pytestmark = pytest.mark.skipif(os.environ.get("RAY") != "1", reason="RAY is not 1")
 NOTICED_S = 5.0

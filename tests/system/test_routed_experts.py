@@ -13,9 +13,9 @@ from banyan.base.errors import ConfigError, RequestError
 from banyan.formats.safetensors import read_arrays
 from tests.models.drafting import tiny_mtp
 from tests.models.families import tiny
+from tests.support.expert_requests import FIRST, GREEDY, PROMPTS
 from tests.system.serving import Server, serving, stream_events
 from tests.system.test_expert_record import VARIANT, paths_in, routed, server_record
-from tests.system.test_experts import FIRST, GREEDY, PROMPTS
 
 EXACT = "--cpu-activations fp32 --chunked-prefill-size 16 --page-size 16 --threads 1"
 TELL = {"return_routed_experts": True}

@@ -25,6 +25,7 @@ import pytest
 
 from banyan.sim.replay import check
 from tests.models.families import tiny
+from tests.support.streams import ENDLESS, ends_in_one_error, finished, load
 from tests.system.serving import (
     CALL_S,
     Server,
@@ -35,7 +36,6 @@ from tests.system.serving import (
     wait_ready,
     wait_until,
 )
-from tests.system.test_processes import ENDLESS, ends_in_one_error, finished, load
 
 ALL = "FAULTS" in os.environ
 FAULTS = int(os.environ.get("FAULTS", "2"))

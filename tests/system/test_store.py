@@ -12,22 +12,28 @@ import pytest
 from banyan.kv_transfer.file_store import FileStore, Segment
 from banyan.llm import Engine
 from banyan.sim.replay import check
+from tests.support.stores import (
+    KEPT,
+    OTHER,
+    PROMPT,
+    WAIT_S,
+    http_ask,
+    pages,
+    stored_tokens,
+    told,
+)
 from tests.system.checkpoint import write_tiny_model
-from tests.system.serving import Server, serving, wait_until
-
-PROMPT = [i * 7 % 400 + 5 for i in range(900)]
-OTHER = [i * 11 % 400 + 5 for i in range(900)]
-KEPT = 896
-"""Tokens of PROMPT in whole pages, the last token left out."""
-WAIT_S = 60.0
-FLAGS = {"engine_mode": "inprocess", "threads": 1, "max_total_tokens": 4096}
-
-OpenEngine = Callable[..., Engine]
+from tests.system.serving import serving, wait_until
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "pages"
+
+
+FLAGS = {"engine_mode": "inprocess", "threads": 1, "max_total_tokens": 4096}
+
+OpenEngine = Callable[..., Engine]
 
 
 @pytest.fixture
@@ -67,19 +73,6 @@ def answer(engine: Engine, prompt: list[int] = PROMPT) -> dict[str, object]:
     return told(ask(engine, prompt))
 
 
-def told(found: dict) -> dict[str, object]:
-    """Tokens and log-probabilities, bit for bit."""
-    return {"ids": found["output_ids"], "scores": found["meta_info"]["output_token_logprobs"]}
-
-
-def stored_tokens(found: dict) -> int:
-    return found["meta_info"]["cached_tokens_details"]["storage"]
-
-
-def pages(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.page"))
-
-
 def fill(start: OpenEngine, folder: Path, **flags: object) -> None:
     """An engine computes PROMPT, and stays until its pages are stored."""
     with start(**flags) as engine:
@@ -113,11 +106,6 @@ def test_a_restarted_server_answers_from_the_store(tiny_model: Path, folder: Pat
         "storage": KEPT,
         "storage_backend": "file",
     }
-
-
-def http_ask(server: Server, prompt: list[int] = PROMPT, **fields: object) -> dict:
-    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True, **fields)
 
 
 def test_what_comes_from_the_store_is_what_would_be_computed(start, folder, right) -> None:

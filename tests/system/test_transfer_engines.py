@@ -13,35 +13,13 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.llm import Engine
-from tests.ascend.emulation import build
 from tests.support.handoff import CASES, GREEDY, PROMPT, told
+from tests.support.transfer_engines import OF_DEVICES, flags_of, needs
 from tests.system.handing import FLAGS, WAIT_S, Servers, engines, fresh_room, servers
 from tests.system.serving import free_port, serving, settled, status_of, wait_until
 from tests.system.test_handoff_sizes import KINDS, computed, settle, written
 
 BACKENDS = ("mooncake", "nixl")
-OF_DEVICES = ("ascend",)
-"""Those that copy from one device to another, which is emulated; what they answer is held against
-one device in tests/ascend/emulation."""
-PACKAGES = {"mooncake": "mooncake", "nixl": "nixl", "ascend": "memfabric_hybrid"}
-
-
-def needs(backend: str) -> None:
-    if find_spec(PACKAGES[backend]) is None:
-        pytest.skip(f"{PACKAGES[backend]} is not installed; make test-transfer brings it")
-
-
-def flags_of(backend: str, patch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """What both servers are given, beside variables that are set here."""
-    needs(backend)
-    flags = ("--disaggregation-transfer-backend", backend)
-    if backend not in OF_DEVICES:
-        return flags
-    if why := build.absence():
-        pytest.skip(why)
-    patch.setenv("BANYAN_NPU", "tests.ascend.emulation")
-    patch.setenv("ASCEND_MF_STORE_URL", f"tcp://127.0.0.1:{free_port()}")
-    return (*flags, "--device", "npu", "--dtype", "bfloat16", "--skip-server-warmup")
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from banyan.sim.replay import check
+from tests.support.pauses import Asking, go_on, pause, wait_running
 from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import serving, wait_until
-from tests.system.test_pause import Asking, go_on, pause, wait_running
 
 PROMPT = "The banyan grows new roots and shares them, page by page. " * 4
 PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}

@@ -7,8 +7,8 @@ import time
 
 import httpx
 
+from tests.support.streams import ENDLESS
 from tests.system.serving import CALL_S, wait_until
-from tests.system.test_processes import ENDLESS
 
 STREAMS = 100
 TOKENS = 1500

@@ -5,16 +5,22 @@ This module has rules 1 to 3 (backends, pages, quantisation, the documents' tabl
 between nodes, MemFabric's store, ports, drafts). The others are in `expert_rules.py`.
 """
 
+import csv
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from ipaddress import ip_address
+from pathlib import Path
 from types import MappingProxyType
 
 from banyan.ascend.launch.expert_rules import EXPERT_RULES
 from banyan.ascend.launch.facts import Launch
 from banyan.ascend.launch.findings import Breach, Finding, breach, finding_of
-from banyan.ascend.launch.support import REFUSED, device_outcomes
+from banyan.config.flags.outcome import REFUSED, outcome_of
+from banyan.config.flags.table import find
 
+EXCLUDED = ("planned", "no", "special")
+"""Columns of flags that the documents' build does not take on Ascend NPUs."""
 _ATTENTION = ("auto", "ascend", "torch_native")
 _PAGE_STEP, _LARGEST_PAGE = 128, 512
 _QUANTIZATIONS = (
@@ -62,13 +68,25 @@ def quantization(launch: Launch) -> Iterator[Breach]:
 
 
 def support(launch: Launch) -> Iterator[Breach]:
-    """The verdict of the documents' table on each given flag."""
-    outcomes = device_outcomes(launch.soc.name)
+    """Flags that the documents exclude on this chip, and that are refused there."""
+    soc = launch.soc.name
+    columns = documented_columns(soc)
     for flag, value in launch.arguments.items():
-        outcome = outcomes.get(flag)
-        if outcome is not None and outcome.is_lowered and value is not False:
-            rule = "flag-a" if outcome.verdict == REFUSED else "flag-b"
-            yield breach(rule, flag=flag, column=outcome.column, soc=launch.soc.name)
+        column = columns.get(flag, "")
+        if column not in EXCLUDED or value is False:
+            continue
+        if outcome_of(find(flag, abbreviate=False), value, soc).verdict == REFUSED:
+            yield breach("flag-a", flag=flag, column=column, soc=soc)
+
+
+@cache
+def documented_columns(soc: str) -> Mapping[str, str]:
+    """The column of every documented flag, by its name in the tables of flags."""
+    found: dict[str, str] = {}
+    with open(Path(__file__).parent / "support.tsv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+            found.setdefault(find(row["flag"], abbreviate=False).name, row[soc])
+    return MappingProxyType(found)
 
 
 FLAG_RULES = (backends, pages, quantization, support)

@@ -139,15 +139,9 @@ FLAGS = (
     Flag(
         "load-balance-method",
         "parallel.load_balance",
-        "how requests are distributed over replicas",
-        choices=("round_robin", "total_requests", "total_tokens"),
-        elsewhere=(
-            Elsewhere(
-                "follow_bootstrap_room",
-                "there are no prefill servers to follow",
-                "use round_robin",
-            ),
-        ),
+        "how requests are distributed over replicas; follow_bootstrap_room = by the bootstrap room "
+        "of PD disaggregation, as prefill servers always do",
+        choices=("round_robin", "total_requests", "total_tokens", "follow_bootstrap_room"),
         translate=(
             ("auto", "round_robin"),
             ("shortest_queue", "total_requests"),

@@ -119,8 +119,8 @@ def find(name: str, *, abbreviate: bool) -> Known:
 
 def read_absent() -> Iterator[Absent]:
     """Every flag of the table, in its order."""
-    reasons = {row["reason"]: row for row in _rows("reasons.tsv")}
-    for row in _rows("absent.tsv"):
+    reasons = {row["reason"]: row for row in read_rows("reasons.tsv")}
+    for row in read_rows("absent.tsv"):
         reason = reasons[row["reason"]]
         values = row["values"].split()
         low, high = -math.inf, math.inf
@@ -145,6 +145,6 @@ def read_absent() -> Iterator[Absent]:
         yield flag
 
 
-def _rows(name: str) -> Iterator[dict[str, str]]:
+def read_rows(name: str) -> Iterator[dict[str, str]]:
     with open(_HERE / name, encoding="utf-8", newline="") as file:
         yield from csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)

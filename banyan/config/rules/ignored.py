@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from banyan.config.devices import facts_of
 from banyan.config.env import Environment
-from banyan.config.flags.device import ATTENTION
 from banyan.config.flags.flag import SWITCH
 from banyan.config.flags.table import GROUPS
 from banyan.config.schema import Config
@@ -82,6 +80,15 @@ _RULES = (
         lambda c: c.parallel.dp == 1,
         "there is one replica",
     ),
+    _Ignored(
+        "load-balance-method",
+        lambda c: (
+            c.parallel.dp > 1
+            and c.parallel.load_balance == "follow_bootstrap_room"
+            and not c.handoff.role
+        ),
+        "requests have no bootstrap room without --disaggregation-mode; replicas take turns",
+    ),
     _Ignored("pp-async-batch-depth", lambda c: c.parallel.pp == 1, "there is one stage"),
     _Ignored(
         "pp-async-batch-depth",
@@ -129,11 +136,6 @@ _RULES = (
         "without --enable-priority-scheduling it is the same as lru",
     ),
     _Ignored(
-        "cpu-offload-gb offload-group-size",
-        lambda c: facts_of(c).is_host,
-        "weights are in host memory already",
-    ),
-    _Ignored(
         "offload-num-in-group",
         lambda c: c.device.offload_group < 1,
         "there are no groups without --offload-group-size",
@@ -145,13 +147,7 @@ _RULES = (
     ),
     _Ignored(
         _HOST_CACHE,
-        lambda c: facts_of(c).host_tier is None,
-        "this device has no host tier: on a CPU the cache is in host memory already; "
-        "--max-total-tokens enlarges it",
-    ),
-    _Ignored(
-        _HOST_CACHE,
-        lambda c: facts_of(c).host_tier is not None and not c.cache.hierarchical,
+        lambda c: not c.cache.hierarchical,
         "there is no host tier without --enable-hierarchical-cache",
     ),
     _Ignored(
@@ -185,13 +181,6 @@ _RULES = (
         "preferred-sampling-params sampling-defaults",
         lambda c: c.model.is_embedding,
         "--is-embedding samples nothing",
-    ),
-    _Ignored(
-        "attention-backend",
-        lambda c: (
-            c.device.attention in ATTENTION[2:] and c.device.attention != facts_of(c).attention
-        ),
-        "the device's own kernel computes attention; torch_native uses plain PyTorch",
     ),
     _Ignored(
         "enable-fp32-lm-head",

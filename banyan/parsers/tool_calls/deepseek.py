@@ -81,7 +81,12 @@ def _read_key(text: str) -> tuple[str, str]:
 
 
 _DSML = Markup(
-    '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>", _DSML_CALL_END, read_key=_read_key
+    '<｜DSML｜parameter name="',
+    '">',
+    "</｜DSML｜parameter>",
+    _DSML_CALL_END,
+    (_DSML_CALLS_END, _DSML_CALL),
+    read_key=_read_key,
 )
 
 

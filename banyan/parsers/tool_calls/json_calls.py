@@ -32,7 +32,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from banyan.parsers.incremental import Delimiters, Malformed, Reading, StreamingText
+from banyan.parsers.incremental import Delimiters, Malformed, Reading, StreamingText, after_space
 from banyan.parsers.tool_calls.base import (
     ToolCallWriter,
     ToolFormat,
@@ -42,21 +42,33 @@ from banyan.parsers.tool_calls.base import (
     read_or_text,
 )
 
+MAX_STRAY = 64
+"""Characters that are looked at for a closing tag after a brace too many."""
 Block = Callable[[StreamingText, ToolCallWriter], Reading[None]]
 
 
 def tagged_json(opener: str, closer: str) -> ToolFormat:
-    """Any number of `opener` {"name": …, "arguments": {…}} `closer`, with text between them."""
+    """Any number of `opener` {"name": …, "arguments": {…}} `closer`, with text between them.
+
+    Models also write several objects between two tags, a brace too many, or one too few.
+    """
+
+    more, braces = Delimiters("{"), Delimiters("}" + closer, "}\n" + closer)
 
     def block(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
         yield from read_calls(source, out)
+        while (yield from after_space(source, more, 8))[1]:
+            yield from read_call(source, out)
+        stray = yield from after_space(source, braces, MAX_STRAY)
+        if stray[1]:
+            source.take(stray[0] + 1)
         yield from source.spaces()
         yield from source.follows(closer)
 
     def tag(name: str) -> tuple[str, str]:
         return f'{opener}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{closer}"
 
-    return ToolFormat(text_with_calls(opener, block), (opener, closer), tag, opener)
+    return ToolFormat(text_with_calls(opener, block, closer=closer), (opener, closer), tag, opener)
 
 
 def with_unmarked_first_call(format: ToolFormat) -> ToolFormat:
@@ -72,15 +84,24 @@ def with_unmarked_first_call(format: ToolFormat) -> ToolFormat:
     return replace(format, read=read)
 
 
-def text_with_calls(opener: str, block: Block, *ignored: str) -> Block:
-    """Reader of a whole answer: text, and a call read by `block` after every `opener`. `ignored`
-    texts are left out."""
-    delimiters = Delimiters(opener, *ignored)
+def text_with_calls(opener: str, block: Block, *ignored: str, closer: str = "") -> Block:
+    """Reader of a whole answer: text, and a call read by `block` after every `opener`.
+
+    Args:
+        ignored: texts that are left out.
+        closer: left out after a call, also after a malformed one.
+    """
+    delimiters, after = Delimiters(opener, *ignored), Delimiters(closer or opener)
 
     def read(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
         while found := (yield from source.until(delimiters, out.add_text)):
             if found == opener:
+                before = out.num_calls
                 yield from read_or_text(source, out, opener, block(source, out))
+                if closer and out.num_calls > before:
+                    at, _ = yield from after_space(source, after, MAX_STRAY)
+                    if (yield from source.peek(at + len(closer)))[at:] == closer:
+                        source.take(at + len(closer))
 
     return read
 
@@ -183,6 +204,8 @@ MISTRAL = ToolFormat(
 
 
 _KIMI_SECTION, _KIMI_SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_SINGULAR = ("<|tool_call_section_begin|>", "<|tool_call_section_end|>")
+"""Tags that the model writes by mistake."""
 _KIMI_CALL, _KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 _KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 _KIMI_ID_END = Delimiters(_KIMI_ARGUMENTS)
@@ -207,7 +230,7 @@ def _kimi_tag(name: str) -> tuple[str, str]:
 
 
 KIMI_K2 = ToolFormat(
-    text_with_calls(_KIMI_CALL, _kimi_call, _KIMI_SECTION, _KIMI_SECTION_END),
+    text_with_calls(_KIMI_CALL, _kimi_call, _KIMI_SECTION, _KIMI_SECTION_END, *_KIMI_SINGULAR),
     (_KIMI_SECTION, _KIMI_SECTION_END, _KIMI_CALL, _KIMI_CALL_END, _KIMI_ARGUMENTS),
     _kimi_tag,
     _KIMI_SECTION,

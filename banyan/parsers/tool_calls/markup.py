@@ -40,6 +40,8 @@ from banyan.parsers.incremental import (
     Sink,
     StreamingText,
     Truncated,
+    after_space,
+    text_before,
 )
 from banyan.parsers.tool_calls.base import (
     MAX_NAME_CHARS,
@@ -48,9 +50,13 @@ from banyan.parsers.tool_calls.base import (
     read_name,
     read_or_text,
 )
+from banyan.parsers.tool_calls.definitions import json_types
 from banyan.parsers.tool_calls.json_calls import text_with_calls
+from banyan.parsers.tool_calls.pythonic import python_json
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_MAX_SPACE = 256
+"""Characters that are looked at for the tag after a closing tag."""
 
 
 def _plain_key(text: str) -> tuple[str, str]:
@@ -67,6 +73,7 @@ class Markup:
         value_start: text between `key_end` and the value, besides white space.
         value_end: text after the value.
         end: text at the end of the call.
+        after: texts that may follow the end of the call.
         is_lines: the value has lines of its own; its first and last line break are not part of it.
         read_key: text between `key` and `key_end` -> (name, type). The type is the one that the
             model writes; "" = none, "any" = any JSON value.
@@ -76,6 +83,7 @@ class Markup:
     key_end: str
     value_end: str
     end: str
+    after: tuple[str, ...]
     value_start: str = ""
     is_lines: bool = False
     read_key: Callable[[str], tuple[str, str]] = field(default=_plain_key)
@@ -86,11 +94,14 @@ def read_parameters(
 ) -> Reading[None]:
     """Read the open call's parameters, up to and with the end of the call."""
     key_end = Delimiters(markup.key_end)
-    values = _Values(source, out, markup)
+    values = _Values(source, out, tool, markup)
+    after = Delimiters(*markup.after)
     out.add_arguments("{")
     out.closers.append("}")
     yield from source.spaces()
     while not (yield from source.follows(markup.end)):
+        if (yield from after_space(source, after, after.max_length))[1]:
+            break  # the model left out the end of the call
         yield from source.expect(markup.key)
         text, _ = yield from source.collect(key_end, 2 * MAX_NAME_CHARS)
         name, kind = markup.read_key(text)
@@ -105,18 +116,31 @@ def read_parameters(
 
 
 class _Values:
-    """Writes the values of one arguments object."""
+    """Writes the values of one arguments object.
 
-    def __init__(self, source: StreamingText, out: ToolCallWriter, markup: Markup) -> None:
+    A value may contain any text. Its closing tag ends it only before the next parameter or the end
+    of the call; elsewhere the tag is text. Models also leave tags out: the next parameter that the
+    tool has, and the end of the call, end a value too.
+    """
+
+    def __init__(
+        self, source: StreamingText, out: ToolCallWriter, tool: str, markup: Markup
+    ) -> None:
         self._source = source
         self._out = out
-        self._is_lines = markup.is_lines
-        self._end = Delimiters(markup.value_end)
+        self._tool = tool
+        self._markup = markup
+        self._stops = Delimiters(markup.value_end, markup.key, markup.end)
+        self._after_value = Delimiters(markup.key, markup.end, *markup.after)
+        self._after_call = Delimiters(*markup.after)
         self._seen: dict[str, None] = {}
+        self._is_line_start = False
 
     def read(self, name: str, types: frozenset[str]) -> Reading[None]:
         head = (", " if self._seen else "") + _dumps(name) + ": "
-        if name in self._seen:
+        is_repeated = name in self._seen
+        self._seen[name] = None
+        if is_repeated:
             yield from self._until_end(_drop)  # the first value of a parameter wins
         elif types == {"string"}:
             yield from self._text(head)
@@ -124,7 +148,6 @@ class _Values:
             parts: list[str] = []
             yield from self._until_end(parts.append)
             self._out.add_arguments(head + typed_json("".join(parts), types))
-        self._seen[name] = None
 
     def _text(self, head: str) -> Reading[None]:
         out = self._out
@@ -135,9 +158,69 @@ class _Values:
         out.closers.pop()
 
     def _until_end(self, sink: Sink) -> Reading[None]:
-        sink = _Lines(sink).take if self._is_lines else sink
-        if not (yield from self._source.until(self._end, sink, keeps_partial=True)):
-            raise Truncated
+        source, end = self._source, self._markup.value_end
+        self._is_line_start = False
+        put = _Lines(sink).take if self._markup.is_lines else sink
+
+        def take(text: str) -> None:
+            self._is_line_start = text.endswith("\n")
+            put(text)
+
+        while True:
+            stop = yield from source.until(self._stops, take, True, keeps_delimiter=True)
+            if not stop:
+                raise Truncated
+            if (yield from self._is_end(stop)):
+                if stop == end:
+                    source.take(len(end))
+                return
+            take(source.take(len(stop)))
+
+    def _is_end(self, stop: str) -> Reading[bool]:
+        """Whether the tag that comes next ends the value."""
+        source, markup = self._source, self._markup
+        size = len(stop)
+        if stop == markup.value_end:
+            at, found = yield from after_space(source, self._after_value, _MAX_SPACE, size)
+            if found != markup.key:
+                return bool(found) or (yield from self._is_last(at))
+            try:
+                name = yield from self._name_at(at + len(found))
+            except Truncated:
+                return True
+            return name is not None and (self._is_missing(name) or at > size or not self._is_lines)
+        if stop == markup.end:
+            at, found = yield from after_space(source, self._after_call, _MAX_SPACE, size)
+            return bool(found) or (yield from self._is_last(at))
+        if self._is_lines and not self._is_line_start:
+            return False
+        name = yield from self._name_at(size)
+        return name is not None and self._is_missing(name)
+
+    @property
+    def _is_lines(self) -> bool:
+        return self._markup.is_lines
+
+    def _is_last(self, at: int) -> Reading[bool]:
+        """Whether the text ends at this position."""
+        return len((yield from self._source.peek(at + 1))) <= at
+
+    def _name_at(self, offset: int) -> Reading[str | None]:
+        """The parameter whose tag, after `key`, begins here; None if no whole tag does."""
+        source, markup = self._source, self._markup
+        text = yield from text_before(source, markup.key_end, 2 * MAX_NAME_CHARS, offset)
+        if text is None:
+            return None
+        if markup.value_start:
+            start = Delimiters(markup.value_start)
+            offset += len(text) + len(markup.key_end)
+            if not (yield from after_space(source, start, _MAX_SPACE, offset))[1]:
+                return None
+        return markup.read_key(text)[0]
+
+    def _is_missing(self, name: str) -> bool:
+        """Whether the tool has such a parameter, and the call has no value for it yet."""
+        return name not in self._seen and self._out.tools.has_parameter(self._tool, name)
 
 
 class _Lines:
@@ -171,28 +254,14 @@ def typed_json(text: str, types: frozenset[str]) -> str:
     try:
         value = json.loads(stripped, parse_constant=_no_constant)
     except (ValueError, RecursionError):
+        wanted = types & {"array", "object"}
+        found = python_json(stripped) if wanted and stripped[:1] in ("[", "{", "(") else None
+        if found is not None and json_types(json.loads(found)) & wanted:
+            return found
         return _dumps(text)
-    if may_be_text and (isinstance(value, str) or not _kinds(value) & types):
+    if may_be_text and (isinstance(value, str) or not json_types(value) & types):
         return _dumps(text)
     return stripped
-
-
-def _kinds(value: object) -> frozenset[str]:
-    """The JSON types of a value; an integer is also a number."""
-    match value:
-        case None:
-            return frozenset(("null",))
-        case bool():
-            return frozenset(("boolean",))
-        case int():
-            return frozenset(("integer", "number"))
-        case float():
-            return frozenset(("number", "integer") if value.is_integer() else ("number",))
-        case str():
-            return frozenset(("string",))
-        case list():
-            return frozenset(("array",))
-    return frozenset(("object",))
 
 
 def _dumps(text: str) -> str:
@@ -210,7 +279,14 @@ def _drop(_: str) -> None:
 _CODER_OUTER, _CODER_OUTER_END, _CODER_INNER = "<tool_call>", "</tool_call>", "<function="
 _CODER_DELIMITERS = Delimiters(_CODER_OUTER, _CODER_INNER)
 _CODER_NAME_END = Delimiters(">")
-_CODER_MARKUP = Markup("<parameter=", ">", "</parameter>", "</function>", is_lines=True)
+_CODER_MARKUP = Markup(
+    "<parameter=",
+    ">",
+    "</parameter>",
+    "</function>",
+    (_CODER_OUTER_END, _CODER_OUTER, _CODER_INNER),
+    is_lines=True,
+)
 
 
 def _read_coder(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
@@ -241,7 +317,9 @@ _GLM_KEY, _GLM_KEY_END, _GLM_VALUE, _GLM_VALUE_END = (
     "</arg_value>",
 )
 _GLM_NAME_END = Delimiters("\n", _GLM_KEY, _GLM_CALL_END)
-_GLM_MARKUP = Markup(_GLM_KEY, _GLM_KEY_END, _GLM_VALUE_END, _GLM_CALL_END, value_start=_GLM_VALUE)
+_GLM_MARKUP = Markup(
+    _GLM_KEY, _GLM_KEY_END, _GLM_VALUE_END, _GLM_CALL_END, (_GLM_CALL,), value_start=_GLM_VALUE
+)
 
 
 def _glm_call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
@@ -265,7 +343,11 @@ _STEP_SEPARATOR = "<｜tool_sep｜>"
 _STEP_KIND_END = Delimiters(_STEP_SEPARATOR)
 _STEP_NAME_END = Delimiters('">')
 _STEP_MARKUP = Markup(
-    '<steptml:parameter name="', '">', "</steptml:parameter>", "</steptml:invoke>"
+    '<steptml:parameter name="',
+    '">',
+    "</steptml:parameter>",
+    "</steptml:invoke>",
+    (_STEP_CALL_END, _STEP_CALL, _STEP_CALLS_END),
 )
 
 

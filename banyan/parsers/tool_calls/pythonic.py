@@ -99,6 +99,19 @@ def _parsed(text: str) -> list[tuple[str, str]]:
         raise Malformed from None
 
 
+def python_json(text: str) -> str | None:
+    """A Python literal as JSON; None for any other text. Nothing is executed."""
+    if len(text) > MAX_CHARS:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = _literal(ast.parse(text, mode="eval").body)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
 def _call(node: ast.expr) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")

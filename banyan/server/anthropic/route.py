@@ -8,6 +8,7 @@ from banyan.requests.context import RequestContext
 from banyan.requests.generation import run
 from banyan.server.anthropic.answer import MessageAnswer
 from banyan.server.anthropic.schema import (
+    BLOCKS,
     HARMLESS,
     HARMLESS_MEMBERS,
     MEMBERS,
@@ -28,6 +29,7 @@ from banyan.server.openai.schema import (
     account_for,
     account_for_members,
     typed,
+    unread_members,
     with_names,
 )
 from banyan.server.state import ServerState
@@ -104,6 +106,8 @@ def _read(raw: Json, kind: type[R], report: Report) -> R:
     """The typed request; every field of the body is honoured, refused or reported."""
     account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
     account_for_members(raw, MEMBERS, HARMLESS_MEMBERS, report)
+    for path in unread_members({name: raw.get(name) for name in BLOCKS}, BLOCKS):
+        report(path, "the model is not shown it")
     return typed(raw, kind)
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from banyan.server.openai.schema import Members
+
 Block = dict[str, object]
 
 
@@ -29,7 +31,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the client runs."""
 
-    name: str
+    name: str = ""
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, object] | None = None
@@ -76,6 +78,19 @@ MEMBERS: Mapping[str, type[msgspec.Struct]] = {
     "output_config": OutputConfig,
 }
 """Field -> known members of its objects; others are reported."""
+
+_BLOCK: Mapping[str, None] = dict.fromkeys(
+    (
+        *("type", "text", "cache_control", "citations", "id", "name", "input", "caller"),
+        *("tool_use_id", "is_error", "thinking", "signature", "data", "source", "title"),
+        "tool_name",
+    )
+)
+BLOCKS: Members = {
+    "system": _BLOCK,
+    "messages": {"role": None, "content": {**_BLOCK, "content": _BLOCK}},
+}
+"""Members of blocks that are read; others are reported."""
 
 HARMLESS_MEMBERS = frozenset(("cache_control",))
 """Members without effect, since it happens anyway."""

@@ -50,7 +50,7 @@ def chat_body(request: CountRequest, template: ChatTemplate | None, report: Repo
             report,
         ),
         "continue_final_message": continues(request.messages),
-        "tools": [_tool(tool, i) for i, tool in enumerate(request.tools or [])] or None,
+        "tools": _tools(request.tools or [], report) or None,
         **_choice(request.tool_choice),
         **_thinking(request, report),
         **_form(request),
@@ -67,13 +67,19 @@ def chat_body(request: CountRequest, template: ChatTemplate | None, report: Repo
     return body
 
 
+def _tools(tools: Sequence[Tool], report: Report) -> list[Json]:
+    """The functions. Tools of other types run elsewhere or need a trained model; reported."""
+    found: list[Json] = []
+    for index, tool in enumerate(tools):
+        if tool.type in (None, "custom"):
+            found.append(_tool(tool, index))
+        else:
+            why = 'the model is not shown it: this server offers tools of type "custom"'
+            report(f"tools[{index}].type {tool.type[:40]!r}", why)
+    return found
+
+
 def _tool(tool: Tool, index: int) -> Json:
-    if tool.type not in (None, "custom"):
-        raise RequestError(
-            f"tools[{index}] is of type {tool.type[:40]!r}, which this server does not run",
-            param="tools",
-            hint='Offer tools with an input_schema, of type "custom"',
-        )
     if tool.input_schema is None:
         raise RequestError(f"tools[{index}].input_schema must be an object", param="tools")
     function: Json = {"name": tool.name, "parameters": tool.input_schema}
@@ -147,6 +153,8 @@ def _form(request: CountRequest) -> Json:
 
 _BILLING = "x-anthropic-billing-header:"
 _ROLES = ("user", "assistant", "system")
+_ELSEWHERE = ("_tool_use", "_tool_result", "_upload", "fallback", "compaction")
+"""Ends of the types of blocks that the API's own tools write in a message of the model."""
 
 
 def chat_messages(
@@ -221,12 +229,13 @@ def _assistant(blocks: list[Block], where: str, names: dict[str, str], report: R
                 report(place, "thinking that is encrypted cannot be shown to the model")
             case "tool_use":
                 id, name = _member(block, "id", place), _member(block, "name", place)
-                given = block.get("input")
-                if not isinstance(given, dict):
-                    raise _refusal(f"{place}.input must be an object")
                 names[id] = name
-                function = {"name": name, "arguments": json_text(given, "messages")}
+                given = block.get("input")
+                given = json_text(given, "messages") if isinstance(given, dict) else given
+                function = {"name": name, "arguments": given}
                 calls.append({"id": id, "type": "function", "function": function})
+            case str(kind) if kind.endswith(_ELSEWHERE):
+                report(f"{place}.type {kind[:40]!r}", "the model is not shown blocks of this type")
             case _:
                 said.append(_text(block, place))
     message: Json = {"role": "assistant", "content": "\n".join(said)}

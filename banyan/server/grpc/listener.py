@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as service
 
 from banyan.base.errors import CapacityError, ConfigError, RequestError
+from banyan.base.fair_share import CALLER
 from banyan.base.log import logger, printable
 from banyan.config.schema import ServerConfig
 from banyan.requests.context import RequestContext
@@ -205,6 +206,7 @@ class Calls:
         if verdict.status != HTTPStatus.OK:
             raise RequestError(verdict.text, status=verdict.status, code="forbidden")
         context.tenant, context.is_admin = verdict.caller.tenant, verdict.is_admin
+        CALLER.set(verdict.caller.tenant)
         held.enter_context(self._state.keys.counted(verdict.caller))
         raw = {key.encode(): value.encode() for key, value in context.headers.items()}
         context.deadline_s = deadline_of(raw, call.began_s)

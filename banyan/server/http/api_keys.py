@@ -13,15 +13,16 @@ import contextlib
 import hashlib
 import hmac
 import os
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger, printable
-from banyan.config.argv import read_mapping
+from banyan.config.argv import read_plain_mapping
 
 log = logger(__name__)
 
@@ -57,18 +58,31 @@ ANYONE = Caller(b"")
 """The caller on a server without keys."""
 
 
+def in_thread(work: Callable[[], None]) -> None:
+    """Run `work` next to the event loop."""
+    threading.Thread(target=work, name="keys", daemon=True).start()
+
+
 class Keys:
     """The keys of a server.
 
     Args:
         given: keys without names, separated by spaces.
         path: key file; "" = none.
+        run: runs the reading of a changed file; the keys stay as they were until it is done.
 
     Raises:
         ConfigError: the file is missing or malformed.
     """
 
-    def __init__(self, given: str = "", path: str = "", clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        given: str = "",
+        path: str = "",
+        clock: Clock | None = None,
+        run: Callable[[Callable[[], None]], None] = in_thread,
+    ) -> None:
+        self._run = run
         self._given = {key: Caller(key) for key in map(digest, given.split())}
         self._path = path
         self._clock = clock or WallClock()
@@ -136,7 +150,7 @@ class Keys:
         self._weights = {caller.tenant: caller.weight for caller in named.values()}
 
     def _refresh(self) -> None:
-        """Read the file again if it has changed. A malformed file is logged and changes nothing."""
+        """Have the file read again if it has changed."""
         now = self._clock.now()
         if not self._path or now - self._looked_s < LOOK_S:
             return
@@ -145,6 +159,10 @@ class Keys:
         if state == self._seen:
             return
         self._seen = state
+        self._run(self._reload)
+
+    def _reload(self) -> None:
+        """Read the file. A malformed file is logged and changes nothing."""
         try:
             self._take(_read(self._path))
         except ConfigError as error:
@@ -164,7 +182,7 @@ def _state_of(path: str) -> tuple[int, int, int] | None:
 
 def _read(path: str) -> Mapping[bytes, Caller]:
     """Digest of each key -> its caller."""
-    content = read_mapping(path, "--api-key-file")
+    content = read_plain_mapping(path, "--api-key-file")
     listed = content.get("keys")
     if set(content) != {"keys"} or not isinstance(listed, list):
         raise ConfigError(f"{path} must have one entry, keys: a list of callers")

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import CALLER, FairShare
 from banyan.base.log import logger, printable
 from banyan.base.memory import give_back
 from banyan.config.schema import Config, ObserveConfig
@@ -25,7 +26,6 @@ from banyan.server.http import auth
 from banyan.server.http.api_keys import Keys
 from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange, Send
 from banyan.server.http.limits import (
-    BodyMemory,
     ClientGone,
     Receive,
     ReceivedBody,
@@ -69,6 +69,11 @@ class Shared(Protocol):
     """The API keys."""
 
     @property
+    def signer(self) -> auth.TenantSigner | None:
+        """Checks the callers that a router names; None = the header is ignored."""
+        ...
+
+    @property
     def request_scopes(self) -> Sequence[RequestScope]:
         """Entered around each request with a body: its trace span and its metric labels."""
         ...
@@ -105,7 +110,7 @@ class App(Generic[S]):
             server.allowed_origins,
         )
         self._max_body = server.max_body_bytes
-        self._memory = BodyMemory(BODIES_IN_MEMORY * server.max_body_bytes)
+        self._memory = FairShare(BODIES_IN_MEMORY * server.max_body_bytes)
         self._root = server.root_path.rstrip("/")
         self._send_timeout_s = send_timeout_s
         self._access = AccessLog(state.config.observe.http_level)
@@ -144,6 +149,7 @@ class App(Generic[S]):
             route = await self._admit(exchange, held)
             if route is None:
                 return
+            body.caller = exchange.context.tenant
             declared = exchange.request.headers.get(b"content-length")
             most = self._most_body(route, exchange)
             exchange.request.body = await read_body(receive, declared, most, body)
@@ -216,8 +222,12 @@ class App(Generic[S]):
             raise RequestError(verdict.text, status=verdict.status, code="forbidden")
         if route is None:
             raise no_route(exchange.request.path, self.routes)
+        named = exchange.request.headers.get(auth.TENANT.encode())
+        if self.state.signer is not None and named and route.guard != auth.OPEN:
+            verdict = self.state.signer.read(named.decode("latin-1"), verdict)
         held.enter_context(self.state.keys.counted(verdict.caller))
         exchange.context.tenant, exchange.context.is_admin = verdict.caller.tenant, verdict.is_admin
+        CALLER.set(verdict.caller.tenant)
         exchange.is_probe = route.guard == auth.OPEN
         if not await self._accepts(route, exchange):
             return None

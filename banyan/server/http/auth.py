@@ -1,10 +1,14 @@
-"""Authentication: bearer keys, admin routes, and protection of local servers against web pages.
+"""Authentication: bearer keys, admin routes, callers that a router names, and protection of local
+servers against web pages.
 
 Keys are compared as SHA-256 digests in constant time. Nothing here can print a key.
 """
 
+import hashlib
 import hmac
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import printable
@@ -21,6 +25,11 @@ OWN = "own"
 UNAUTHORIZED = 401
 ANY = "*"
 """Any host or origin."""
+
+TENANT = "x-banyan-tenant"
+"""Header of a router: the caller of a request, signed."""
+SIGNATURE_S = 300.0
+"""How long a signature holds; clocks of router and server may differ by as much."""
 
 _OWN_SITES = ("", "none", "same-origin")
 """Sec-Fetch-Site of programs, of typed addresses, and of the server's own pages."""
@@ -137,6 +146,57 @@ class Guard:
         if caller is None:
             caller = Caller(given) if self._keys.are_required else ANYONE
         return Verdict(200, "", caller, is_admin)
+
+
+class TenantSigner:
+    """Signs the caller of a request that a router forwards, and checks that at the server.
+
+    A router may use a key of its own for a server. The server then cannot distinguish callers by
+    their keys, so it takes the caller from the header `TENANT`, if the signature is valid.
+
+    Args:
+        secret: known to the router and its servers (BANYAN_DIST_SECRET).
+        now: seconds of the epoch.
+    """
+
+    def __init__(self, secret: str, now: Callable[[], float] = time.time) -> None:
+        self._key = hashlib.sha256(f"{TENANT} {secret}".encode()).digest()
+        self._now = now
+
+    def sign(self, tenant: bytes, is_admin: bool) -> str:
+        """The value of the header."""
+        text = f"{tenant.hex()}.{int(is_admin)}.{int(self._now())}"
+        return f"{text}.{self._mac(text)}"
+
+    def read(self, value: str, verdict: Verdict) -> Verdict:
+        """`verdict` on the request of a router, for the caller that its header names.
+
+        The caller is an administrator only if the router says so and its key allows it.
+
+        Raises:
+            RequestError: 401; the signature is not valid, or not any more.
+        """
+        text, _, mac = value.rpartition(".")
+        tenant, is_admin, time_s, *_ = (*text.split("."), "", "", "")
+        is_valid = hmac.compare_digest(mac.encode(), self._mac(text).encode())
+        if not is_valid or abs(self._now() - int(time_s)) > SIGNATURE_S:
+            raise RequestError(
+                f"the header {TENANT} has no valid signature",
+                status=401,
+                code="invalid_tenant",
+                hint="Set BANYAN_DIST_SECRET to the same text for the router and its servers, and "
+                "their clocks to the same time",
+            )
+        caller = replace(verdict.caller, tenant=bytes.fromhex(tenant))
+        return replace(verdict, caller=caller, is_admin=verdict.is_admin and is_admin == "1")
+
+    def _mac(self, text: str) -> str:
+        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def open_signer(secret: str) -> TenantSigner | None:
+    """None without a secret: the header `TENANT` is then neither sent nor trusted."""
+    return TenantSigner(secret) if secret else None
 
 
 def _parts(given: str) -> list[str]:

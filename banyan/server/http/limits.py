@@ -2,13 +2,18 @@
 
 import asyncio
 import json
+import json.scanner
+import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import FairShare
 from banyan.base.json_types import unique_keys
 from banyan.base.log import printable
 from banyan.requests.constraint import MAX_DEPTH, check_depth
@@ -28,60 +33,57 @@ DEADLINE = "x-request-timeout"
 MAX_DEADLINE_S = 7 * 24 * 3600.0
 
 MAX_VALUES = 1_000_000
-MAX_CONTAINERS = 250_000
-"""Values, and lists and objects, of one JSON body. Parsing that many takes 0.1 s."""
-
-
-class BodyMemory:
-    """Limits the bytes of all bodies in memory, from their first byte until they are parsed.
-
-    Args:
-        most_bytes: the limit.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most = self._left = most_bytes
-
-    def check(self, size: int) -> None:
-        """RequestError 503 if `size` more bytes exceed the limit."""
-        if size > self._left:
-            raise RequestError(
-                f"the server holds {self._most - self._left} bytes of requests that it is reading, "
-                f"and has room for {self._most}; this needs {size} more",
-                status=503,
-                code="overloaded",
-                hint="Send it again in a few seconds",
-            )
-
-    def move(self, size: int) -> None:
-        """Count `size` more bytes; a negative size frees them."""
-        self._left -= size
+MAX_CONTAINERS = 131_072
+MAX_TEXTS = 100_000
+MAX_ESCAPES = 4_000_000
+"""Values of one JSON body; among them lists and objects, and strings and keys; and escapes in
+strings."""
+MAX_KEYS = 16_384
+"""Keys of one object in a body of more than QUICK_VALUES."""
+QUICK_VALUES = 8192
+QUICK_BYTES = 4 << 20
+"""Larger bodies are parsed in steps; this size takes a parser in C a few milliseconds."""
 
 
 class ReceivedBody:
-    """Counts the bytes of one body while it is in memory."""
+    """Counts the bytes of one body while it is in memory, from the first byte until it is parsed.
 
-    def __init__(self, memory: BodyMemory) -> None:
+    Args:
+        memory: the bytes of all bodies in memory, by caller.
+    """
+
+    def __init__(self, memory: FairShare, caller: bytes = b"") -> None:
         self.size = 0
         """Bytes received."""
+        self.caller = caller
         self._memory = memory
         self._held = 0
 
     def add(self, size: int) -> None:
         """Count a received part; RequestError 503 if it exceeds the limit."""
-        self._memory.check(size)
-        self._memory.move(size)
+        self.expect(size)
+        self._memory.take(self.caller, size)
         self.size += size
         self._held += size
 
     def expect(self, size: int) -> None:
         """RequestError 503 if a body of this size would exceed the limit now."""
-        self._memory.check(size)
+        memory = self._memory
+        if not memory.fits(self.caller, size):
+            raise RequestError(
+                f"the server holds {memory.total} bytes of requests that it is reading, "
+                f"{memory.held_by(self.caller)} of them of this caller, and has room for "
+                f"{memory.most}; this needs {size} more",
+                status=503,
+                code="overloaded",
+                hint="Send it again in a few seconds",
+            )
 
     def release(self) -> None:
         """The body is no longer in memory. May be called again."""
-        self._memory.move(-self._held)
-        self._held = 0
+        if self._held:
+            self._memory.give_back(self.caller, self._held)
+            self._held = 0
 
 
 class ClientGone(Exception):
@@ -103,9 +105,11 @@ async def read_body(
         ClientGone: the client closed the connection.
     """
     if declared is not None and declared.isdigit():
-        if int(declared[:20]) > max_bytes:
-            raise _too_large(f"{declared[:20].decode()}", max_bytes)
-        body.expect(int(declared))
+        digits = declared.lstrip(b"0")[:20]  # int() refuses numbers of more than 4,300 digits
+        size = int(digits or b"0")
+        if size > max_bytes:
+            raise _too_large(digits.decode(), max_bytes)
+        body.expect(size)
     parts: list[bytes] = []
     deadline_s = time.monotonic() + BODY_TOTAL_S
     while True:
@@ -192,27 +196,110 @@ def json_object(body: bytes, media: str = JSON_MEDIA) -> dict[str, object]:
 def strict_json(body: bytes) -> object:
     """Parse JSON; refuse what parsers interpret differently and what takes much time or memory.
 
-    orjson refuses bad UTF-8, lone surrogates, NaN, infinity and depth above 1024. The second pass
-    finds duplicate keys and keeps integers of any size exact.
+    Duplicate keys, bad UTF-8, lone surrogates, NaN and infinity are refused; integers of any size
+    are exact. A parser in C keeps the interpreter to itself until it returns, so bodies of many
+    values are parsed in steps (`_SteppedParser`).
     """
     _refuse_many(body)
     try:
+        if body.count(b",") > QUICK_VALUES or len(body) > QUICK_BYTES:
+            return _SteppedParser().decode(body.decode())
         orjson.loads(body)
         return json.loads(body, object_pairs_hook=unique_keys)
-    except orjson.JSONDecodeError as error:
+    except (orjson.JSONDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise bad_json(f"the body is not valid JSON: {error}") from None
     except (RecursionError, ValueError) as error:
         raise bad_json(f"the body is not acceptable JSON: {error}") from None
 
 
+_decoder: Any = json.decoder
+_scanner: Any = json.scanner
+"""Their parts in Python have no types."""
+
+
+class _SteppedParser(json.JSONDecoder):
+    """json's decoder in Python, between whose steps other threads run.
+
+    Runs of numbers, such as prompts of token ids, are left to the parser in C.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            object_pairs_hook=self._object, parse_float=_finite, parse_constant=_refuse_constant
+        )
+        self.parse_object = _decoder.JSONObject
+        self.parse_array = self._array
+        self.parse_string = _scan_string
+        self.scan_once = _scanner.py_make_scanner(self)
+
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if len(pairs) > MAX_KEYS:
+            raise ValueError(f"an object has {len(pairs)} keys; at most {MAX_KEYS} are accepted")
+        for key, _ in pairs:
+            _check_surrogates(key)
+        return unique_keys(pairs)
+
+    def _array(
+        self, text_and_end: tuple[str, int], scan_once: Callable[[str, int], tuple[object, int]]
+    ) -> tuple[list[object], int]:
+        text, end = text_and_end
+        found: list[object] = []
+        while run := _NUMBERS.match(text, end):
+            found += orjson.loads(f"[{run[0].rpartition(',')[0]}]")
+            end = run.end()
+        if found and text[end : end + 1] == "]":
+            raise json.JSONDecodeError("Expecting value", text, end)
+        rest, end = _decoder.JSONArray((text, end), scan_once)
+        return (found + rest if found else rest), end
+
+
+_NUMBER = r"(?:0|-0(?=\.)|-?[1-9][0-9]{0,14})(?:\.[0-9]{1,40})?(?:[eE][+-]?[0-9]{1,3})?"
+_NUMBERS = re.compile(rf"(?:[ \t\n\r]*{_NUMBER}[ \t\n\r]*,){{1,2048}}[ \t\n\r]*")
+_PLAIN_CHARS = 1 << 20
+_PLAIN = re.compile(rf'[^"\\\x00-\x1f]{{{_PLAIN_CHARS}}}')
+_NEXT_TEXT = re.compile(rb',[ \t\n\r]*"')
+
+
+def _scan_string(text: str, end: int, strict: bool = True) -> tuple[str, int]:
+    begin = end
+    while (run := _PLAIN.match(text, end)) and run.end() - end == _PLAIN_CHARS:
+        end = run.end()
+    rest, after = _decoder.scanstring(text, end, strict)
+    found = text[begin:end] + rest
+    _check_surrogates(found)
+    return found, after
+
+
+def _check_surrogates(text: str) -> None:
+    """UnicodeEncodeError, a ValueError, if a text has a lone surrogate."""
+    if not text.isascii():
+        text.encode()
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits[:40]} is too large")
+    return value
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _refuse_many(body: bytes) -> None:
-    """Count values before parsing, which cannot be interrupted; strings count too."""
+    """Count values and escapes before parsing, which cannot be interrupted; strings count too."""
     for marks, most, what in (
         ((b",",), MAX_VALUES, "values"),
         ((b"[", b"{"), MAX_CONTAINERS, "lists and objects"),
+        ((b"\\",), MAX_ESCAPES, "escapes"),
     ):
         if sum(map(body.count, marks)) > most:
             raise bad_json(f"the body has more than {most} {what}")
+    if body.count(b",") > MAX_TEXTS:
+        texts = sum(1 for _ in islice(_NEXT_TEXT.finditer(body), MAX_TEXTS + 1))
+        if texts > MAX_TEXTS:
+            raise bad_json(f"the body has more than {MAX_TEXTS} strings and keys")
 
 
 def bad_json(text: str, hint: str = "") -> RequestError:

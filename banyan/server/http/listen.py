@@ -228,6 +228,8 @@ class BatchedTransport(asyncio.Transport):
         held = self._held
         if held:
             self._held, self._held_bytes = [], 0
+            if self._inner.is_closing():
+                return  # uvloop's transport raises when its client has gone
             self._inner.write(held[0] if len(held) == 1 else b"".join(held))
 
     def close(self) -> None:

@@ -29,9 +29,10 @@ from banyan.config.schema import Config
 from banyan.engine_client.client import EngineClient
 from banyan.engine_client.data_parallel import DataParallelClient
 from banyan.model_config.model_config import ModelConfig
-from banyan.scheduler.routing import ROUTES
+from banyan.scheduler.routing import FOLLOW_ROOM, ROUTES
 from banyan.server.admin.recordings import dumper
 from banyan.server.batches import resume_batches
+from banyan.server.http.auth import open_signer
 from banyan.server.http.listen import CLOSING_S, check_exposure
 from banyan.server.lifecycle.startup import end_phase, open_service, report
 from banyan.server.lifecycle.supervisor import StartEngine, Supervisor, in_daemon_thread
@@ -70,8 +71,13 @@ class Ending(Enum):
     DEAD = "dead"
 
 
-def run_server(config: Config, prepare: Prepare, start_engine: StartEngine) -> int:
+def run_server(
+    config: Config, prepare: Prepare, start_engine: StartEngine, secret: str = ""
+) -> int:
     """Serve until stopped.
+
+    Args:
+        secret: BANYAN_DIST_SECRET, by which routers sign their callers.
 
     Returns:
         The exit code: 0 after a signal, 130 after a Ctrl-C before the server was ready, 5 after
@@ -87,7 +93,9 @@ def run_server(config: Config, prepare: Prepare, start_engine: StartEngine) -> i
         bound = bind_listeners(config.server)
         for _, listener in bound:
             sockets.enter_context(contextlib.closing(listener))
-        return uvloop.run(Server(config, prepare, bound, start_engine).run())
+        server = Server(config, prepare, bound, start_engine)
+        server.state.signer = open_signer(secret)
+        return uvloop.run(server.run())
 
 
 class Server:
@@ -178,6 +186,7 @@ class Server:
             ROUTES.load(parallel.load_balance),
             parallel.uses_dp_attention,
             self._config.handoff.mode == "prefill",
+            parallel.load_balance == FOLLOW_ROOM,
         )
         return supervisors, fleet
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -162,7 +162,14 @@ async def embed(exchange: HttpExchange, state: ServerState) -> None:
         if request.input == []:
             return request, model, []
         prompts, _ = prompts_of(request.input, "input", service.limits)
-        return request, model, _requests(exchange.context, state, service, prompts, adapter)
+        asked = service
+        if request.truncate is not False:
+            asked = replace(service, limits=replace(service.limits, auto_truncate=True))
+        specs = _requests(exchange.context, state, asked, prompts, adapter)
+        most = service.limits.total
+        if asked is not service and any(len(spec.prompt) >= most for spec in specs):
+            exchange.context.warn(f"input: texts are cut after {most} tokens")
+        return request, model, specs
 
     request, model, requests = await exchange.request.read(read)
     found = await vectors_of(exchange.context, state, service, requests) if requests else []

@@ -10,10 +10,12 @@ from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.models import check_model
 from banyan.server.openai.schema import (
+    Members,
     Report,
     account_for,
     account_for_members,
     typed,
+    unread_members,
 )
 from banyan.server.state import ServerState
 
@@ -59,6 +61,8 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     input: object = None
     prompt: str | None = None
     dimensions: int | None = None
+    truncate: bool | None = None
+    """Texts that are too long are cut, unless this is false."""
     options: dict[str, object] | None = None
 
 
@@ -81,6 +85,16 @@ REFUSED: Mapping[str, tuple[Sequence[object], str]] = {
 
 HARMLESS = frozenset(("keep_alive", "truncate", "shift", "verbose", "insecure"))
 """Fields without effect: the model stays loaded, and prompts that are too long are refused."""
+
+_CALLS: Members = {
+    "messages": {
+        **dict.fromkeys(Message.__struct_fields__),
+        "tool_calls": {
+            **dict.fromkeys(("id", "type")),
+            "function": dict.fromkeys(("name", "arguments", "index")),
+        },
+    }
+}
 
 SAMPLING: Mapping[str, str] = {
     "temperature": "temperature",
@@ -153,6 +167,8 @@ def typed_from(raw: Json, kind: type[R], report: Report) -> R:
     """The typed request. Every field of the body is honoured, refused or reported."""
     account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
     account_for_members(raw, {"messages": Message}, (), report)
+    for path in unread_members({"messages": raw.get("messages")}, _CALLS):
+        report(path, "the model is not shown it")
     return typed(raw, kind)
 
 

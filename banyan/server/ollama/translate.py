@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import whole_number
 from banyan.server.errors import Json
 from banyan.server.ollama.schema import (
     IDLE,
@@ -118,6 +119,7 @@ def _options(options: Mapping[str, object], report: Report) -> Json:
 
 def _off(name: str, value: object) -> object:
     """`value`, or what means "off" here where Ollama's API spells that otherwise."""
+    value = whole_number(value)
     is_number = type(value) is int
     if name == "num_predict" and is_number and value <= 0:
         return None  # as much as fits
@@ -162,8 +164,8 @@ def _message(message: Message, index: int, pending: Pending) -> Json:
 def _call(call: Json, index: int, pending: Pending) -> Json:
     function = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(name, str):
         raise RequestError(
             f'messages[{index}].tool_calls must be {{"function": {{"name", "arguments": {{…}}}}}}',
             param="messages",
@@ -171,7 +173,7 @@ def _call(call: Json, index: int, pending: Pending) -> Json:
     given = call.get("id")
     id = given if isinstance(given, str) and given else f"call_{index}_{len(pending)}"
     pending.add(id, name)
-    text = json_text(arguments, "messages")
+    text = json_text(arguments, "messages") if isinstance(arguments, dict) else arguments
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 

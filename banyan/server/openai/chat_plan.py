@@ -16,7 +16,14 @@ from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import ParsedSampling, fit_prompt, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.openai.prompts import Conversation, chat_ids, checked_ids
-from banyan.server.openai.schema import ChatRequest, Report, native_sampling, specs_of
+from banyan.server.openai.schema import (
+    PROMPT_MEMBERS,
+    ChatRequest,
+    Report,
+    native_sampling,
+    specs_of,
+    unread_members,
+)
 from banyan.server.openai.tool_choice import ToolUse, tool_use
 from banyan.server.state import Service
 from banyan.tokenizer.tokenizer import Tokenizer
@@ -93,6 +100,12 @@ def chat_prompt(service: Service, request: ChatRequest, warn: Report) -> tuple[l
     template = service.chat.template if service.chat else None
     shown = bool(template and template.takes_tools)
     use = tool_use(request, service.parsers, shown, service.tool_tag is not None, warn)
+    given = {"messages": request.messages, "tools": list(use.offered.definitions.values())}
+    shows_tools = service.tool_tag is not None or (template and template.shows_whole_tools)
+    for path in unread_members(given, PROMPT_MEMBERS):
+        is_shown = shows_tools and path.startswith("tools.")
+        if not is_shown and not (template and template.names(path.rpartition(".")[2])):
+            warn(path, "the model is not shown it")
     return _prompt(service, request, use, _options(request, template, warn)), use
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import cast
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import whole_number
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.requests.context import RequestContext
 from banyan.requests.generation import (
@@ -102,8 +103,8 @@ def _plan(
             param="n",
         )
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    if max_tokens <= 0:
-        raise RequestError(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
+    if max_tokens < 0:
+        raise RequestError(f"max_tokens must be at least 0, got {max_tokens}", param="max_tokens")
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         raise RequestError(
             f"logprobs must be in [0, {MAX_LOGPROBS}], got {request.logprobs}", param="logprobs"
@@ -196,7 +197,7 @@ def _echo(service: Service, prompt: str | list[int]) -> str:
 
 def _sequences_of(raw: Json, request: CompletionRequest) -> int:
     """Sequences per prompt, estimated before any prompt is encoded."""
-    n = raw.get("n")
+    n = whole_number(raw.get("n"))
     return max(1, n if type(n) is int else 1, request.best_of or 1)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from banyan.base.errors import RequestError
-from banyan.base.json_types import is_object
-from banyan.chat_template.template import RESERVED
+from banyan.base.json_types import is_list, is_object
+from banyan.chat_template.template import REASONING_MEMBERS, RESERVED
+from banyan.parsers.partial_json import object_text
 from banyan.parsers.tool_calls.base import CallTag
 from banyan.parsers.tool_calls.definitions import Definition
 from banyan.requests.constraint import check_depth
@@ -54,7 +55,7 @@ def chat_ids(service: Service, chat: Conversation) -> list[int]:
         ("chat_template_kwargs", chat.options),
     ):
         check_depth(value, param)
-    messages = checked_messages(chat.messages)
+    messages = checked_messages(chat.messages, chat.continue_final_message)
     if chat.continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
             "continue_final_message needs a last message of the assistant",
@@ -63,7 +64,7 @@ def chat_ids(service: Service, chat: Conversation) -> list[int]:
     tokenizer, template, tools = service.chat.tokenizer, service.chat.template, chat.tools
     tag = service.tool_tag
     if tag and not template.takes_calls:
-        messages = calls_as_text(messages, tag)
+        messages = calls_as_text(messages, tag, chat.continue_final_message)
     if tag and tools:
         messages, tools = tools_as_text(messages, tools, tag, template.takes_system), None
     return service.chat.encode(
@@ -111,12 +112,19 @@ def checked_ids(ids: list[int], service: Service, param: str) -> list[int]:
     return ids
 
 
-def checked_messages(messages: list[Json]) -> list[Json]:
-    """Messages with known roles and with a text or text parts as content."""
+def checked_messages(messages: list[Json], continues_last: bool = False) -> list[Json]:
+    """Messages with known roles, with a text or text parts as content, and with objects as the
+    arguments of their calls.
+
+    Args:
+        continues_last: the arguments of the very last call stay as they are, for the model to
+            continue them.
+    """
     if not messages:
         raise RequestError("Messages cannot be empty.", param="messages")
     check_messages(len(messages))
-    return [_message(m, i) for i, m in enumerate(messages)]
+    last = len(messages) - 1 if continues_last else None
+    return [_message(m, i, is_open=i == last) for i, m in enumerate(messages)]
 
 
 def check_messages(num: int) -> None:
@@ -153,7 +161,7 @@ def whole_texts(message: Json) -> Json:
     return {k: "".join(v) if isinstance(v, _Growing) else v for k, v in message.items()}
 
 
-def _message(message: Json, index: int) -> Json:
+def _message(message: Json, index: int, is_open: bool = False) -> Json:
     role = message.get("role")
     known = role.lower() if isinstance(role, str) and len(role) <= 32 else ""
     if known not in _ROLES:
@@ -161,13 +169,46 @@ def _message(message: Json, index: int) -> Json:
             f"messages[{index}].role must be one of {', '.join(_ROLES)}", param="messages"
         )
     known = "system" if known == "developer" else known
-    if message.get("tool_calls") and not isinstance(message["tool_calls"], list):
-        raise RequestError(f"messages[{index}].tool_calls must be a list", param="messages")
-    return {**message, "role": known, "content": _content(message.get("content"), index, known)}
+    found = {**message, "role": known}
+    if calls := message.get("tool_calls"):
+        if not is_list(calls):
+            raise RequestError(f"messages[{index}].tool_calls must be a list", param="messages")
+        whole = calls[:-1] if is_open else calls
+        found["tool_calls"] = [*map(_with_object, whole), *calls[len(whole) :]]
+    content = message.get("content")
+    if known == "assistant" and is_list(content):
+        content, thought = _without_thinking(content)
+        if thought and not any(message.get(name) for name in REASONING_MEMBERS):
+            found["reasoning_content"] = thought
+    return {**found, "content": _content(content, index, known)}
+
+
+def _with_object(call: object) -> object:
+    """The call with the text of an object as its arguments."""
+    function = call.get("function") if is_object(call) else None
+    if not is_object(call) or not is_object(function):
+        return call
+    return {**call, "function": {**function, "arguments": object_text(function.get("arguments"))}}
+
+
+def _without_thinking(parts: list[object]) -> tuple[list[object], str]:
+    """The other parts, and the text of the parts of type thinking."""
+    kept, thoughts = list[object](), list[str]()
+    for part in parts:
+        thought = part.get("thinking") if is_object(part) else None
+        if not is_object(part) or part.get("type") != "thinking":
+            kept.append(part)
+        elif isinstance(thought, str):
+            thoughts.append(thought)
+        elif is_list(thought):
+            thoughts += [str(one.get("text", "")) for one in thought if is_object(one)]
+    return kept, "\n".join(thoughts)
 
 
 def _content(content: object, index: int, role: str) -> str | list[Json] | None:
-    if isinstance(content, str) or (content is None and role == "assistant"):
+    if content is None:
+        return None if role == "assistant" else ""
+    if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(
@@ -177,7 +218,11 @@ def _content(content: object, index: int, role: str) -> str | list[Json] | None:
 
 
 def _part_text(part: object, index: int) -> str:
+    if isinstance(part, str):
+        return part
     kind = part.get("type") if is_object(part) else None
+    if is_object(part) and kind == "refusal" and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])
     if not is_object(part) or kind not in _TEXT_PARTS:
         raise RequestError(
             "Model only supports text input; received unsupported content type "
@@ -215,9 +260,12 @@ def tools_as_text(
 
 
 def calls_as_text(
-    messages: Sequence[Mapping[str, object]], tag: CallTag
+    messages: Sequence[Mapping[str, object]], tag: CallTag, continues_last: bool = False
 ) -> list[Mapping[str, object]]:
     """The conversation with earlier calls as the model's text, and tool results as user messages.
+
+    Args:
+        continues_last: the very last call has no end, for the model to continue it.
 
     Raises:
         RequestError: a call has no name.
@@ -231,7 +279,8 @@ def calls_as_text(
         if results:
             found.append({"role": "user", "content": "\n".join(results)})
             results = []
-        found.append(_with_calls(message, index, tag))
+        is_open = continues_last and index == len(messages) - 1
+        found.append(_with_calls(message, index, tag, is_open))
     if results:
         found.append({"role": "user", "content": "\n".join(results)})
     return found
@@ -250,7 +299,9 @@ def _tool_prompt(tools: Sequence[Mapping[str, object]], tag: CallTag) -> str:
     )
 
 
-def _with_calls(message: Mapping[str, object], index: int, tag: CallTag) -> Mapping[str, object]:
+def _with_calls(
+    message: Mapping[str, object], index: int, tag: CallTag, is_open: bool
+) -> Mapping[str, object]:
     """The message with its calls as part of the text."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not calls:
@@ -266,7 +317,8 @@ def _with_calls(message: Mapping[str, object], index: int, tag: CallTag) -> Mapp
         begin, end = tag(name)
         given = function.get("arguments")
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        texts.append(f"{begin}{arguments or '{}'}{end}")
+        is_whole = not is_open or number < len(calls) - 1
+        texts.append(f"{begin}{arguments or '{}'}{end if is_whole else ''}")
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**rest, "content": "\n".join(texts)}
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_list, is_object
 from banyan.requests import constraint
 from banyan.requests.context import RequestContext
 from banyan.requests.request_spec import (
@@ -24,6 +25,8 @@ from banyan.requests.request_spec import (
 from banyan.server.errors import Json
 
 Message = dict[str, object]
+Members = Mapping[str, "Members | None"]
+"""Known members of an object, or of the objects in a list; None = everything below is read."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -82,6 +85,34 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
     best_of: int | None = None
     suffix: str | None = None
 
+
+_FORMAT = ("type", "schema", "pattern", "regex", "grammar", "value", "format", "structures")
+_SCHEMA = ("name", "description", "schema", "strict")
+_MEMBERS: Members = {
+    "stream_options": dict.fromkeys(StreamOptions.__struct_fields__),
+    "response_format": {
+        **dict.fromkeys((*_FORMAT, *_SCHEMA, "triggers")),
+        "json_schema": dict.fromkeys(_SCHEMA),
+    },
+    "thinking": {"type": None},
+}
+"""Members that the OpenAI routes read of these fields."""
+PROMPT_MEMBERS: Members = {
+    "messages": {
+        **dict.fromkeys(("role", "content", "name", "tool_call_id")),
+        **dict.fromkeys(("reasoning_content", "reasoning", "thinking")),
+        "content": dict.fromkeys(("type", "text", "refusal", "thinking")),
+        "tool_calls": {
+            **dict.fromkeys(("id", "type", "index")),
+            "function": dict.fromkeys(("name", "arguments")),
+        },
+    },
+    "tools": {
+        "type": None,
+        "function": dict.fromkeys(("name", "description", "parameters", "strict")),
+    },
+}
+"""Members that a prompt shows of these fields with any chat template."""
 
 SAMPLING: Mapping[str, str] = {
     "n": "n",
@@ -172,13 +203,14 @@ Report = Callable[[str, str], None]
 Refused = Mapping[str, tuple[Sequence[object], str]]
 """Field -> (values that are accepted because they change nothing, reason to refuse others)."""
 
+_MAX_UNREAD = 64
 _AT_FIELD = re.compile(r"at `\$\.(\w+)")
 
 
 def typed(raw: Mapping[str, object], kind: type[T]) -> T:
     """`raw` as a Struct of type `kind`; RequestError names the field of the wrong type.
 
-    Numbers and booleans may be texts, as in a query: "15" is 15.
+    Numbers and booleans may be texts, as in a query: "15" is 15. Whole numbers may be floats.
     """
     try:
         with suppress(msgspec.ValidationError):
@@ -196,6 +228,8 @@ def read_fields(raw: Json, kind: type[R], context: RequestContext) -> R:
     """The typed request. Every field of `raw` is honoured, refused or reported."""
     known = {*kind.__struct_fields__, *SAMPLING, *constraint.FIELDS}
     account_for(raw, known, REFUSED, HARMLESS, context.warn_or_refuse)
+    for path in unread_members({name: raw.get(name) for name in _MEMBERS}, _MEMBERS):
+        context.warn_or_refuse(path, "not used")
     return typed(raw, kind)
 
 
@@ -208,8 +242,31 @@ def account_for(
             continue
         if name in refused:
             _refuse_unless_neutral(name, value, *refused[name])
+        elif value and name in constraint.FIELDS:
+            why = "this field would constrain the output, and this route does not read it"
+            raise RequestError(why, param=name, code="not_available")
         elif value is not None:
             report(name, "not used" if name in harmless else "unknown field, ignored")
+
+
+def unread_members(value: object, tree: Members) -> list[str]:
+    """Paths of the members of `value` that are in no tree, without those that are null."""
+    found: dict[str, None] = {}
+    _unread(value, tree, "", found)
+    return list(found)[:_MAX_UNREAD]
+
+
+def _unread(value: object, tree: Members, path: str, found: dict[str, None]) -> None:
+    for one in value if is_list(value) else [value]:
+        if not is_object(one):
+            continue
+        for name, inner in one.items():
+            if inner is None:
+                continue
+            if name not in tree:
+                found[f"{path}{name[:40]}"] = None
+            elif (below := tree[name]) is not None:
+                _unread(inner, below, f"{path}{name}.", found)
 
 
 def account_for_members(
@@ -225,7 +282,8 @@ def account_for_members(
         known = {*kind.__struct_fields__, *harmless}
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, dict):
-                found |= {f"{name}.{m}": None for m in one if m not in known}
+                unread = [m for m in one if m not in known and one[m] is not None]
+                found |= {f"{name}.{m}": None for m in unread}
     for name in found:
         report(name, "not used")
 

@@ -135,4 +135,9 @@ def completion_logprobs(tokenizer: Tokenizer, chunk: TextChunk, top: int, echo: 
 
 
 def _text(tokenizer: Tokenizer, id: int) -> str:
-    return tokenizer.pieces[id].decode("utf-8", "replace")
+    """The text of a token; "bytes:" and its bytes in hexadecimal for a part of a character."""
+    piece = tokenizer.pieces[id]
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
-from banyan.base.json_types import is_object
+from banyan.base.json_types import is_list, is_object
 from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls.base import ToolFormat
 from banyan.parsers.tool_calls.definitions import Definition, Tools, read_tools
@@ -19,6 +19,13 @@ from banyan.requests.constraint import (
 from banyan.server.openai.schema import ChatRequest
 
 _ANY = 1 << 30
+_OPEN = frozenset(
+    (
+        *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "minProperties"),
+        *("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties"),
+    )
+)
+"""Keywords by which a schema says itself which members there are."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,7 @@ class ToolUse:
             tags.append(Tag(begin, _schema(definition) if exact else {"type": "object"}, end))
         return tool_calls_constraint(
             tags,
-            (self.format.trigger,),
-            at_least_one=self.is_forced,
+            () if self.is_forced else (self.format.trigger,),
             parallel=self.max_calls > 1,
             thinking_end=thinking_end,
         )
@@ -106,9 +112,15 @@ def tool_use(
         RequestError: the tools or the choice are malformed, or contradict each other.
     """
     check_depth(request.tools, "tools")
-    tools = read_tools(request.tools or [])
+    tools = read_tools(_functions(request.tools or [], warn))
     choice = request.tool_choice if request.tool_choice is not None else "auto"
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed(choice, tools)
+    else:
+        allowed = tuple(tools.definitions)
     forced = _forced(choice, tools)
+    if choice == "required":
+        forced = allowed
     if not tools or choice == "none":
         return ToolUse()
     if not takes_tools and not shows_as_text:
@@ -121,7 +133,7 @@ def tool_use(
     single = request.parallel_tool_calls is False or isinstance(choice, dict)
     return ToolUse(
         offered=tools,
-        callable_=forced or tuple(tools.definitions),
+        callable_=forced or allowed,
         format=format,
         is_forced=bool(forced),
         max_calls=1 if single else _ANY,
@@ -129,8 +141,40 @@ def tool_use(
     )
 
 
+def _functions(given: Sequence[object], warn: Callable[[str, str], None]) -> list[object]:
+    """The functions. Tools of other types run elsewhere; they are reported."""
+    found: list[object] = []
+    for index, tool in enumerate(given):
+        kind = tool.get("type") if is_object(tool) else None
+        if isinstance(kind, str) and kind != "function":
+            warn(f"tools[{index}].type {kind[:40]!r}", "the model is not shown it: no function")
+        else:
+            found.append(tool)
+    return found
+
+
+def _allowed(choice: Mapping[str, object], tools: Tools) -> tuple[str, tuple[str, ...]]:
+    """Mode and names of {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}."""
+    inner = choice.get("allowed_tools")
+    mode, listed = (inner.get("mode"), inner.get("tools")) if is_object(inner) else (None, None)
+    names: list[str] = []
+    for one in listed if is_list(listed) else []:
+        function = one.get("function") if is_object(one) else None
+        name = function.get("name") if is_object(function) else None
+        if not isinstance(name, str) or name not in tools:
+            raise _refusal(f"tool_choice: Tool {str(name)[:80]!r} not found in tools list.")
+        names.append(name)
+    if mode not in ("auto", "required") or not names:
+        raise _refusal(
+            'tool_choice must be {"type": "allowed_tools", "allowed_tools": '
+            '{"mode": "auto" | "required", "tools": [{"type": "function", "function": …}]}}'
+        )
+    return str(mode), tuple(dict.fromkeys(names))
+
+
 def _forced(choice: str | Mapping[str, object], tools: Tools) -> tuple[str, ...]:
     """Names of the tools from which the model must call one; () = no call is required."""
+    choice = "required" if choice == "any" else choice
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
             raise _refusal(
@@ -151,9 +195,21 @@ def _forced(choice: str | Mapping[str, object], tools: Tools) -> tuple[str, ...]
 
 
 def _schema(definition: Definition) -> Mapping[str, object]:
+    """The schema of a tool's arguments, without members that it does not name.
+
+    JSON Schema allows any further member. A model that has to write something would invent some.
+    """
     function = definition["function"]
-    found = function.get("parameters") if isinstance(function, Mapping) else None
-    return found if isinstance(found, Mapping) else {"type": "object", "properties": {}}
+    found = function.get("parameters") if is_object(function) else None
+    schema = dict(found) if is_object(found) else {}
+    if _OPEN & schema.keys():
+        return schema
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    schema |= {"type": "object", "properties": properties}
+    declared = properties if is_object(properties) else {}
+    if all(name in declared for name in (required if is_list(required) else [])):
+        schema["additionalProperties"] = False
+    return schema
 
 
 def _is_strict(definition: Definition) -> bool:

@@ -32,6 +32,7 @@ from banyan.server.openai.schema import (
     account_for,
     account_for_members,
     typed,
+    unread_members,
     with_names,
 )
 from banyan.server.responses.answer import ResponseAnswer
@@ -46,6 +47,7 @@ from banyan.server.responses.tools import (
 from banyan.server.responses.translate import (
     FIELD_NAMES,
     HARMLESS,
+    MEMBERS,
     REFUSED,
     PromptRequest,
     Reasoning,
@@ -312,6 +314,8 @@ def _read(raw: Json, kind: type[R], report: Report) -> R:
         raise RequestError(f"the response could not show the request: {error}") from None
     account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
     account_for_members(raw, {"reasoning": Reasoning, "text": TextForm}, (), report)
+    for path in unread_members({name: raw.get(name) for name in MEMBERS}, MEMBERS):
+        report(path, "the model is not shown it")
     return typed(raw, kind)
 
 

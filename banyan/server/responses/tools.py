@@ -11,6 +11,7 @@ import msgspec
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_list, is_object
 from banyan.server.errors import Json
 from banyan.server.openai.schema import Report, typed
 from banyan.server.tool_servers.base import (
@@ -27,7 +28,7 @@ MAX_CALLS = 64
 MAX_TURNS = 16
 """How many calls tool servers answer for one response, and how often the model is asked anew."""
 
-_HOSTED = "{0} runs on the API's own servers and is not available here: offer a function instead"
+_NOT_A_FUNCTION = "the model is not shown it: this server offers functions and tools of type mcp"
 _INVALID_PARAMS = -32602
 """JSON-RPC: the arguments do not fit."""
 
@@ -99,8 +100,7 @@ def offered_tools(given: Sequence[Json], servers: ToolServers, report: Report) -
         report: takes (field, why it is not honoured).
 
     Raises:
-        RequestError: a tool is malformed or of a kind that is not available, or a tool server is
-            none of this server's.
+        RequestError: a tool is malformed, or a tool server is none of this server's.
     """
     functions: list[Json] = []
     shown: list[Shown] = []
@@ -113,8 +113,10 @@ def offered_tools(given: Sequence[Json], servers: ToolServers, report: Report) -
         elif kind == "function":
             function = {k: v for k, v in tool.items() if k != "type" and v is not None}
             functions.append({"type": "function", "function": function})
+        elif not isinstance(kind, str):
+            raise RequestError(f"{where} must be an object with a type", param=where)
         else:
-            raise RequestError(_HOSTED.format(str(kind)[:40]), param=where, code="not_available")
+            report(f"{where}.type {kind[:40]!r}", _NOT_A_FUNCTION)
     labels = [one.label for one in shown]
     if len(set(labels)) < len(labels):
         raise RequestError("two tools have one server_label", param="tools")
@@ -169,6 +171,13 @@ def chat_choice(choice: str | Json | None, offered: Offered) -> object:
     if not isinstance(choice, dict):
         return choice
     kind, name = choice.get("type"), choice.get("name")
+    if kind == "allowed_tools":
+        listed = choice.get("tools")
+        names = [
+            tool.get("name") for tool in (listed if is_list(listed) else []) if is_object(tool)
+        ]
+        allowed = [{"type": "function", "function": {"name": one}} for one in names]
+        return {"type": kind, kind: {"mode": choice.get("mode", "auto"), "tools": allowed}}
     if kind == "mcp":
         label = choice.get("server_label")
         one = next((s for s in offered.shown if s.label == label), None)

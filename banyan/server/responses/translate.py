@@ -10,7 +10,7 @@ from banyan.base.json_types import is_object
 from banyan.chat_template.template import ChatTemplate
 from banyan.server.errors import Json
 from banyan.server.openai.prompts import add_text, json_text, whole_texts
-from banyan.server.openai.schema import Refused, Report
+from banyan.server.openai.schema import Members, Refused, Report
 from banyan.server.responses.tools import Offered, chat_choice
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -23,6 +23,26 @@ _PREFIXES = {
     "mcp_list_tools": "mcpl",
 }
 MAX_ITEMS = 16384
+_FORMAT = ("type", "name", "schema", "strict", "description")
+_PART: Members = dict.fromkeys(("type", "text", "annotations", "logprobs", "refusal"))
+MEMBERS: Members = {
+    "input": {
+        **dict.fromkeys(("type", "role", "id", "status", "call_id", "name", "arguments", "input")),
+        **dict.fromkeys(("summary", "encrypted_content", "server_label", "tools", "error")),
+        **dict.fromkeys(("approval_request_id", "action", "phase")),
+        "content": _PART,
+        "output": _PART,
+    },
+    "text": {"verbosity": None, "format": dict.fromkeys(_FORMAT)},
+}
+"""Members that are read, and those that this server writes itself; others are reported."""
+_CUSTOM = {
+    "custom_tool_call": "function_call",
+    "custom_tool_call_output": "function_call_output",
+}
+"""Calls of tools that take a text. The model is shown them as calls with the member `input`."""
+_ELSEWHERE = ("_call", "_call_output", "_output", "_request", "_response", "compaction")
+"""Ends of the types of items that other servers and clients write. The model is not shown them."""
 
 
 def given_items(given: str | list[Json]) -> list[Json]:
@@ -42,18 +62,20 @@ def _whole(item: Json, where: str) -> Json:
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "item_reference":
         raise _refusal(f"{where}: send the item itself, or use previous_response_id")
-    if not isinstance(kind, str) or kind not in _PREFIXES:
+    if not isinstance(kind, str) or not (
+        kind in _PREFIXES or kind in _CUSTOM or kind.endswith(_ELSEWHERE)
+    ):
         raise _refusal(
             f"{where}.type must be one of {', '.join(_PREFIXES)}, got {str(kind)[:40]!r}"
         )
     id = item.get("id")
     whole = {**item, "type": kind, "id": id if isinstance(id, str) and id else new_id(kind)}
-    match kind:
+    match _CUSTOM.get(kind, kind):
         case "message":
             whole["content"] = _content(item, where)
             whole["status"] = item.get("status") or "completed"
         case "function_call":
-            for name in ("call_id", "name", "arguments"):
+            for name in ("call_id", "name"):
                 _text(item, name, where)
             whole["status"] = item.get("status") or "completed"
         case "function_call_output":
@@ -81,6 +103,8 @@ def _content(item: Json, where: str) -> list[Json]:
     kind = "output_text" if role == "assistant" else "input_text"
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
+    if content is None:
+        content = []
     if not isinstance(content, list):
         raise _refusal(f"{where}.content must be a text or a list of parts")
     return [_part(part, kind, where) for part in content]
@@ -104,8 +128,8 @@ def _part(part: object, kind: str, where: str) -> Json:
 def _output(item: Json, where: str) -> str:
     """Text of a tool's result."""
     output = item.get("output")
-    if isinstance(output, str):
-        return output
+    if isinstance(output, str | None):
+        return output or ""
     if not isinstance(output, list):
         raise _refusal(f"{where}.output must be a text or a list of parts")
     return "\n".join(str(_part(part, "input_text", where)["text"]) for part in output)
@@ -149,7 +173,8 @@ def chat_messages(
     found: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
     names: dict[str, str] = {}
     for item in items:
-        match item["type"]:
+        kind = str(item["type"])
+        match _CUSTOM.get(kind, kind):
             case "message":
                 if _say(found, item, takes_late_system):
                     why = "the chat template shows a system message first only; the user says it"
@@ -161,7 +186,10 @@ def chat_messages(
                     report("input", "reasoning that is encrypted cannot be shown to the model")
             case "function_call":
                 names[str(item["call_id"])] = str(item["name"])
-                function = {"name": item["name"], "arguments": item["arguments"]}
+                given = item.get("arguments")
+                if kind in _CUSTOM:
+                    given = json_text({"input": item.get("input")}, "input")
+                function = {"name": item["name"], "arguments": given}
                 _add_call(found, {"id": item["call_id"], "type": "function", "function": function})
             case "mcp_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
@@ -176,6 +204,10 @@ def chat_messages(
                     "content": _output(item, "input"),
                 }
                 found.append(message | ({"name": names[id]} if id in names else {}))
+            case "mcp_list_tools":
+                pass  # the tools of the request are shown
+            case _:
+                report(f"input: type {kind[:40]!r}", "the model is not shown items of this type")
     return [whole_texts(message) for message in found]
 
 
@@ -216,7 +248,7 @@ def _add_call(found: list[Json], call: Json) -> None:
 
 def new_id(kind: str) -> str:
     """A new id for an item of this kind."""
-    return f"{_PREFIXES[kind]}_{fresh_id()}"
+    return f"{_PREFIXES.get(_CUSTOM.get(kind, kind), 'item')}_{fresh_id()}"
 
 
 def _text(item: Json, name: str, where: str) -> str:

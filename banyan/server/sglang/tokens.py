@@ -16,6 +16,8 @@ from banyan.server.state import ServerState, Service
 
 MAX_TOKENIZED = 1 << 17
 """Tokens of one text that /tokenize counts, where the context is shorter than that."""
+MAX_IN_ALL = 4 * MAX_TOKENIZED
+"""Tokens of all texts of one request."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +70,7 @@ def _tokenized(service: Service, raw: Json) -> tuple[list[list[int]], bool]:
     limits = service.limits
     most = replace(limits, context_length=max(limits.context_length, MAX_TOKENIZED))
     most = replace(most, max_request_tokens=0, auto_truncate=False)
+    most = replace(most, max_prompt_tokens=min(most.max_prompt_tokens, MAX_IN_ALL))
     found = encode_texts(service.required_tokenizer(), texts, most, request.add_special_tokens)
     return found, isinstance(request.prompt, list)
 

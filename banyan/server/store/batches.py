@@ -15,6 +15,7 @@ import msgspec
 import orjson
 
 from banyan.base.errors import CapacityError, ConfigError, RequestError
+from banyan.base.fair_share import FairShare
 from banyan.base.ids import fresh_id
 from banyan.server.store.folder import EVERYBODY, Folder, may_see
 
@@ -81,8 +82,10 @@ class BatchStore:
 
     folder: Folder
     batches: dict[str, StoredBatch] = field(default_factory=dict)
-    work: asyncio.Task[None] | None = None
-    """The task that runs the batches; None = not started yet."""
+    work: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
+    """The task that runs the batches of an owner, by owner."""
+    suspects: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while lines run that may have killed an engine: no others of that kind run then."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a batch is cancelled."""
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -107,9 +110,15 @@ class BatchStore:
             )
         return found
 
-    def next(self, model: str) -> StoredBatch | None:
-        """The oldest batch that a server of `model` can continue."""
-        return next((b for b in self.batches.values() if b.is_for(model)), None)
+    def next(self, model: str, owner: str) -> StoredBatch | None:
+        """The oldest batch of `owner` that a server of `model` can continue."""
+        mine = (b for b in self.batches.values() if b.owner == owner)
+        return next((b for b in mine if b.is_for(model)), None)
+
+    @property
+    def num_working(self) -> int:
+        """Owners whose batches run now."""
+        return sum(not work.done() for work in self.work.values())
 
     async def save(self, batch: StoredBatch) -> None:
         """Store a new state of a batch; it is on disk at return."""
@@ -118,14 +127,24 @@ class BatchStore:
             content = msgspec.json.encode(self.batches[batch.id])
             await asyncio.to_thread(self.folder.write, batch.id + ".json", content)
 
-    async def make_room(self) -> None:
-        """Delete the oldest finished batch if there are too many; RequestError 429 if none is."""
-        if len(self.batches) < MAX_BATCHES:
+    async def make_room(self, owner: str) -> None:
+        """Delete the oldest finished batch of the owner that has most if there are too many.
+
+        Raises:
+            RequestError: 429; `owner` has that many unfinished batches.
+        """
+        share, caller = FairShare(MAX_BATCHES), owner.encode()
+        for batch in self.batches.values():
+            share.take(batch.owner.encode())
+        if share.fits(caller):
             return
-        oldest = next((b for b in self.batches.values() if b.is_over), None)
+        heaviest = share.heaviest(caller, 1).decode()
+        mine = (b for b in self.batches.values() if b.owner in (heaviest, owner) and b.is_over)
+        oldest = next(mine, None)
         if oldest is None:
             raise RequestError(
-                f"{len(self.batches)} batches are waiting; at most {MAX_BATCHES} are kept",
+                f"{share.total} batches are waiting, {share.held_by(caller)} of them yours; at "
+                f"most {MAX_BATCHES} are kept",
                 status=429,
                 code="too_many_batches",
             )

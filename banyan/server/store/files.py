@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import FairShare
 from banyan.base.ids import fresh_id
 from banyan.server.store.folder import EVERYBODY, Folder, may_see
 
@@ -42,8 +43,8 @@ class UploadedFiles:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._files: dict[str, StoredFile] = {}
-        self._growing: dict[str, int] = {}
-        """Bytes that are being written: uploads by file id, outputs of a batch by batch id."""
+        self._growing: dict[str, tuple[str, int]] = {}
+        """Owner and bytes that are being written: uploads by file id, outputs by batch id."""
 
     def load(self) -> None:
         """Read the files in the folder."""
@@ -93,7 +94,7 @@ class UploadedFiles:
             RequestError: 507; the storage is full.
         """
         id = self.fresh_id()
-        self.grow(id, len(content))  # before the first await: concurrent uploads reserve too
+        self.grow(id, len(content), owner)  # before the first await: concurrent uploads reserve too
         try:
             await asyncio.to_thread(self._folder.write, id, content)
             return await self.publish(id, filename, purpose, owner)
@@ -119,31 +120,36 @@ class UploadedFiles:
         # The facts first: a crash in between leaves content that no client can reach.
         await self._folder.discard(id + _FACTS, id)
 
-    def grow(self, what: str, num_bytes: int) -> None:
+    def grow(self, what: str, num_bytes: int, owner: str) -> None:
         """Reserve bytes that `what` will write, until `grown` is called.
 
         Raises:
-            RequestError: 507; the storage is full.
+            RequestError: 507; the storage is full, or the owner's share of it.
         """
-        num_files = len(self._files.keys() | self._growing.keys() | {what})
-        total = sum(f.num_bytes for f in self._files.values()) + sum(self._growing.values())
-        if num_files > MAX_FILES or total + num_bytes > MAX_TOTAL_BYTES:
+        caller = owner.encode()
+        number, size = FairShare(MAX_FILES), FairShare(MAX_TOTAL_BYTES)
+        held = {f.id: (f.owner, f.num_bytes) for f in self._files.values()} | self._growing
+        for holder, taken in held.values():
+            number.take(holder.encode())
+            size.take(holder.encode(), taken)
+        if not number.fits(caller, what not in held) or not size.fits(caller, num_bytes):
             raise RequestError(
-                f"no room for {num_bytes} bytes: {len(self._files)} files and {total} bytes are "
-                f"kept; at most {MAX_FILES} files and {MAX_TOTAL_BYTES} bytes are",
+                f"no room for {num_bytes} bytes: {number.total} files and {size.total} bytes are "
+                f"kept, {number.held_by(caller)} files and {size.held_by(caller)} bytes of them "
+                f"yours; at most {MAX_FILES} files and {MAX_TOTAL_BYTES} bytes are",
                 status=507,
                 code=STORAGE_FULL,
                 hint="Delete files that are no longer needed",
             )
-        self._growing[what] = self._growing.get(what, 0) + num_bytes
+        self._growing[what] = (owner, held.get(what, (owner, 0))[1] + num_bytes)
 
     def grown(self, what: str) -> None:
         """End the reservation: `what` is a stored file now, or was dropped."""
         self._growing.pop(what, None)
 
-    def has_grown_to(self, what: str, num_bytes: int) -> None:
+    def has_grown_to(self, what: str, num_bytes: int, owner: str) -> None:
         """Count the bytes that an earlier process has written."""
-        self._growing[what] = num_bytes
+        self._growing[what] = (owner, num_bytes)
 
     def fresh_id(self) -> str:
         return _PREFIX + fresh_id()

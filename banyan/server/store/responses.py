@@ -1,6 +1,6 @@
 """ResponseStore: stored responses in memory, limited in number and size.
 
-The oldest finished response is dropped first. None outlives the server.
+The oldest finished response of the caller that has most is dropped first. None outlives the server.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import FairShare
 from banyan.server.errors import Json
 
 MAX_RESPONSES = 1000
@@ -60,7 +61,8 @@ class ResponseStore:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[bytes, str], StoredResponse] = {}
-        self._num_bytes = 0
+        self._number = FairShare(MAX_RESPONSES)
+        self._bytes = FairShare(MAX_BYTES)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -87,28 +89,38 @@ class ResponseStore:
             RequestError: 429; all stored responses are still running.
         """
         self._forget(stored)
-        while len(self._kept) >= MAX_RESPONSES:
-            self._drop_oldest()
+        owner = stored.owner
+        # A running response cannot be dropped, so it leaves room for other callers.
+        while self._number.total >= self._number.most or not (
+            stored.is_over or self._number.fits(owner)
+        ):
+            self._drop_oldest(self._number, owner)
         stored.num_bytes = len(orjson.dumps((stored.show(), stored.given, stored.events)))
-        self._kept[stored.owner, stored.id] = stored
-        self._num_bytes += stored.num_bytes
-        while self._num_bytes > MAX_BYTES and len(self._kept) > 1:
-            self._drop_oldest()
+        self._kept[owner, stored.id] = stored
+        self._number.take(owner)
+        self._bytes.take(owner, stored.num_bytes)
+        while self._bytes.total > self._bytes.most and len(self._kept) > 1:
+            self._drop_oldest(self._bytes, owner)
 
     def remove(self, id: str, owner: bytes) -> None:
         """Delete a response; RequestError 404 if there is none."""
         self._forget(self.find(id, owner))
 
-    def _drop_oldest(self) -> None:
-        oldest = next((r for r in self._kept.values() if r.is_over), None)
-        if oldest is None:
-            raise RequestError(
-                f"{len(self._kept)} responses are running in the background",
-                status=429,
-                code="too_many_responses",
-            )
-        self._forget(oldest)
+    def _drop_oldest(self, share: FairShare, asker: bytes) -> None:
+        """Drop a finished response of the caller that has most of `share`, or else of `asker`."""
+        for owner in (share.heaviest(asker, 1), asker):
+            mine = (r for r in self._kept.values() if r.owner == owner and r.is_over)
+            if (oldest := next(mine, None)) is not None:
+                self._forget(oldest)
+                return
+        raise RequestError(
+            f"{share.held_by(asker)} responses of this caller are running in the background",
+            status=429,
+            code="too_many_responses",
+        )
 
     def _forget(self, stored: StoredResponse) -> None:
         gone = self._kept.pop((stored.owner, stored.id), None)
-        self._num_bytes -= gone.num_bytes if gone else 0
+        if gone is not None:
+            self._number.give_back(gone.owner)
+            self._bytes.give_back(gone.owner, gone.num_bytes)

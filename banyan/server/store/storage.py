@@ -51,8 +51,8 @@ class Storage:
 
     def close(self) -> None:
         """Stop running batches; unfinished ones continue at the next start."""
-        if self.batches.work is not None:
-            self.batches.work.cancel()
+        for work in self.batches.work.values():
+            work.cancel()
 
     def release(self) -> None:
         """Unlock the folder for another process."""

@@ -18,10 +18,10 @@ from tests.models.quantised import FORMS
 from tests.models.quantised_checkpoints import rewrite_weights
 from tests.support.emulated import LATENT
 from tests.support.hidden_drafts import with_words
+from tests.support.transfer_engines import needs
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import Servers
 from tests.system.serving import Server, free_port, launch, status_of, wait_until
-from tests.system.test_transfer_engines import needs
 
 IS_WHOLE = os.environ.get("NPU_CASES") == "all"
 ONE = "install page, one server"

@@ -6,7 +6,7 @@ import torch
 
 from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.operators import Operators
-from tests.ascend.emulation.test_contracts import HEADS, LENGTHS, PAGES, Scene, random
+from tests.support.emulated_pages import HEADS, LENGTHS, PAGES, Scene, random
 
 
 @pytest.fixture(params=[True, False], ids=["checked", "unchecked"])

@@ -12,12 +12,12 @@ from tests.models.drafting import tiny_mtp
 from tests.support.emulated import LATENT
 from tests.support.emulated_ranks import IN_ALL
 from tests.support.handoff import is_whole
+from tests.support.nodes import over_nodes
+from tests.support.transfer_engines import PACKAGES, needs
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import FLAGS, WAIT_S, Pair, Servers, engines
 from tests.system.serving import free_port, settled, wait_until
 from tests.system.test_handoff_kinds import correct
-from tests.system.test_nodes import over_nodes
-from tests.system.test_transfer_engines import PACKAGES, needs
 
 ON_NPU = {**FLAGS, "device": "npu", "dtype": "bfloat16", "page_size": 128, "max_total_tokens": 2048}
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

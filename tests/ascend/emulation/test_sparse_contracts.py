@@ -5,7 +5,7 @@ import torch
 
 from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.operators import Operators
-from tests.ascend.emulation.test_contracts import PAGES, random
+from tests.support.emulated_pages import PAGES, random
 
 TOP = 16
 

@@ -15,7 +15,7 @@ from banyan.ascend.launch.facts import (
 )
 from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import device_numbers, find_soc, own_interfaces
-from banyan.ascend.launch.support import NOT_APPLICABLE, REFUSED, WORKS, device_outcomes
+from banyan.ascend.launch.rules import documented_columns
 from banyan.base.errors import ConfigError
 from banyan.cli.main import main
 from banyan.config.cli import parse
@@ -92,9 +92,9 @@ def test_flags_are_read_as_a_start_reads_them(tmp_path) -> None:
 
 
 def test_a_start_on_npu_that_breaks_a_rule_is_refused_before_a_model_is_looked_for() -> None:
-    config = parse(["./no-such-model", "--device", "npu", "--page-size", "64"], Environment())
-    with pytest.raises(ConfigError, match=r"--page-size 64.*\[2a"):
-        prepare(config, read_environment(NPU))
+    config = parse(["./no-such-model", "--device", "npu", "--page-size", "256"], Environment())
+    with pytest.raises(ConfigError, match=r"--page-size 256.*\[2b"):
+        prepare(config, read_environment(NPU | {"SGLANG_USE_FIA_NZ": "1"}))
 
 
 def test_a_start_on_npu_is_held_against_the_variables(model) -> None:
@@ -130,21 +130,20 @@ def test_the_page_of_the_rules_is_what_the_table_says() -> None:
     assert (DOCS / "ascend_rules.md").read_text(encoding="utf-8") == rules_page()
 
 
-def test_the_column_and_this_build_decide_what_a_flag_comes_to() -> None:
-    outcomes = device_outcomes("A3")
-    verdicts = {name: (o.column, o.verdict) for name, o in outcomes.items()}
-    assert verdicts["page-size"] == ("yes", WORKS)
-    assert verdicts["speculative-ngram-capacity"] == ("experimental", WORKS)
-    assert verdicts["trust-remote-code"] == ("yes", NOT_APPLICABLE)
-    assert verdicts["enable-p2p-check"] == ("gpu-only", NOT_APPLICABLE)
-    assert verdicts["enable-deterministic-inference"] == ("planned", REFUSED)
-    assert verdicts["crash-on-nan"] == ("no", REFUSED)
-    assert verdicts["tool-server"] == ("special", WORKS)
-    assert all(o.why for o in outcomes.values() if o.verdict == WORKS and o.column not in TAKEN)
-    assert len(outcomes) > 300
+def test_the_documents_have_a_column_for_each_flag() -> None:
+    for soc in ("A2", "A3"):
+        columns = documented_columns(soc)
+        assert columns["page-size"] == "yes" and columns["enable-p2p-check"] == "gpu-only"
+        assert columns["enable-deterministic-inference"] == "planned" and len(columns) > 300
 
 
-TAKEN = ("yes", "experimental", "")
+def test_a_flag_that_ends_the_start_on_the_chip_is_printed_as_refused(model, capsys) -> None:
+    """With what to use; the exit code says that the build does not start it."""
+    given = ["--soc", "A3", "--speculative-num-draft-tokens", "17", "--enable-piecewise-cuda-graph"]
+    assert main(["check", model, *given]) == 2
+    out = capsys.readouterr().out
+    assert "build    --speculative-num-draft-tokens 17" in out and "give 16 or less" in out
+    assert "ignored  --enable-piecewise-cuda-graph: missing: graphs are captured of decode" in out
 
 
 def test_facts_of_a_model_are_read_from_its_folder_or_known_by_its_name(tmp_path) -> None:

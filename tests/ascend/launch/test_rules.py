@@ -174,7 +174,6 @@ BROKEN = {
     "21a": Case(LOW, "DEEP_NORMAL_MODE_USE_INT8_QUANT=1", says="low_latency"),
     "22a": Case("", "HCCL_OP_EXPANSION_MODE=AIV", model=V32, says="deepseek-v3.2"),
     "flag-a": Case("--enable-deterministic-inference", says='"planned"'),
-    "flag-b": Case("--enable-p2p-check", says='"gpu-only"'),
 }
 
 OTHERWISE = [
@@ -289,7 +288,6 @@ KEPT = {
     "21a": Case(DEEPEP + "--deepep-mode normal", "DEEP_NORMAL_MODE_USE_INT8_QUANT=1"),
     "22a": Case("", "HCCL_OP_EXPANSION_MODE=AIV", model=R1),
     "flag-a": Case("--tool-server demo"),
-    "flag-b": Case("--enable-p2p-check false"),
 }
 """Each beside the case of the same name that is broken, and as near to it as can be."""
 
