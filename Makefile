@@ -1,5 +1,5 @@
 # make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | bench
-#      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | clean | wheel | test-wheel
+#      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | docs | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -21,7 +21,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
-.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
+.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types docs clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -184,6 +184,14 @@ test-cuda: $(VENV)/.test .cuda/.installed
 	@TRITON_INTERPRET=1 PYTHONPATH=.cuda $(BIN)/python -W ignore -m pytest tests/ops/test_cuda_*.py \
 	  tests/ops/test_cpu_sampling.py -k "cuda or triton" $(ARGS)
 
+# The pages as a site with search, in build/site; broken links are errors.
+docs: $(VENV)/.docs
+	@rm -rf build/docs build/site && mkdir -p build/docs
+	@cp -r docs examples CHANGELOG.md CONTRIBUTING.md CODE_OF_CONDUCT.md SECURITY.md LICENSE build/docs
+	@cp README.md build/docs/index.md
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "python3 -m http.server -d build/site shows the pages at http://127.0.0.1:8000"
+
 # A wheel in dist that brings the CPU kernels compiled, for each instruction set; needs a C++ compiler.
 wheel: $(VENV)/.installed
 	@rm -rf build/wheel && mkdir -p build/wheel dist
@@ -274,6 +282,11 @@ $(VENV)/.ray: $(VENV)/.test
 $(VENV)/.browser: $(VENV)/.test
 	@echo "Installing what drives a browser (55 MB)"
 	@$(PIP) install playwright axe-playwright-python
+	@touch $@
+
+$(VENV)/.docs: | $(BIN)/python
+	@echo "Installing mkdocs-material (30 MB)"
+	@$(PIP) install 'mkdocs>=1.6' 'mkdocs-material>=9.6'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

@@ -51,7 +51,7 @@ ARROWS = {
     "models": "layers parallel model_config families formats ops base moe.layer",
     "kv_transfer": "base config messages",
     "runner": "base config model_config messages models layers parallel ops platform kv_transfer"
-    " kv_cache.sizing formats.safetensors lora.load lora.pool lora.slots moe.routing_record"
+    " kv_cache.sizing formats.arrays lora.load lora.pool lora.slots moe.routing_record"
     " context_parallel pipeline.runner_stage dp_attention disaggregation.page_cutting",
     "lora": "base formats messages config model_config families hub ops layers models parallel"
     " platform moe.layer moe.rules runner.control_ops",

@@ -8,10 +8,11 @@ much library code only once; those pages are backed by files, so the system can 
 import ctypes
 import gc
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from banyan.base.clock import Clock, WallClock
+from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 
 log = logger(__name__)
@@ -92,6 +93,18 @@ class SlowGc:
                 info["generation"],
                 info["collected"],
             )
+
+
+def set_gc_threshold(thresholds: Sequence[int]) -> None:
+    """Set one to three thresholds of this process's collector; () = leave the interpreter's.
+
+    Raises:
+        ConfigError: more than three.
+    """
+    if len(thresholds) > 3:
+        raise ConfigError(f"--gc-threshold takes one to three numbers, got {len(thresholds)}")
+    if thresholds:
+        gc.set_threshold(*thresholds)
 
 
 def report_slow_gc(threshold_s: float) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from banyan.base.log import log_always, logger, printable, start_logging
-from banyan.base.memory import report_slow_gc
+from banyan.base.memory import report_slow_gc, set_gc_threshold
 from banyan.base.os import check_system
 from banyan.config.cli import help_text, parse
 from banyan.config.delete_checkpoint import ANY
@@ -48,6 +48,7 @@ def serve(argv: Sequence[str]) -> int:
     forget_secrets()
     config = parse(argv, environment)
     start_logging("server", config.observe.log_level)
+    set_gc_threshold(config.observe.gc_threshold)
     report_slow_gc(config.observe.slow_gc_s)
     log_always(log, config.observe.notes)
     if config.model.deletes and sys.stdin.isatty() and _agrees(config.model.source):

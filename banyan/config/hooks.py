@@ -77,9 +77,7 @@ def read_prompt(path: str) -> list[int]:
     Raises:
         ConfigError: it cannot be read, or has none.
     """
-    from banyan.formats.safetensors import (
-        read_arrays,  # numpy, which no start without such a file needs
-    )
+    from banyan.formats.arrays import read_arrays  # numpy, which no start without such a file needs
 
     flag = f"--debug-tensor-dump-input-file {printable(path)}"
     try:

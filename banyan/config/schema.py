@@ -235,6 +235,8 @@ class ParallelConfig:
     """Ray starts every rank as its own node."""
     replica: int = 0
     """Number of this replica; each engine gets its own."""
+    whole_experts: bool = False
+    """--enable-ep-moe: `ep` becomes `tp` for models with experts."""
     load_balance: str = "round_robin"
     threads: int = 0
     """CPU threads of one rank; 0 = cores / (ranks · replicas)."""
@@ -680,6 +682,8 @@ class ObserveConfig:
     """OTLP endpoint of spans."""
     traces_service: str = "banyan"
     """Service name in traces."""
+    gc_threshold: tuple[int, ...] = ()
+    """Thresholds of Python's garbage collector; () = the interpreter's."""
     slow_gc_s: float = 0.0
     """Log garbage collections that take longer; 0 = none."""
     log_format: str = "text"

@@ -9,23 +9,17 @@ none of them can run code.
 Source of the DFlash configuration: the authors' reference (z-lab/dflash) and their checkpoints.
 """
 
-import io
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger, printable
-from banyan.base.os import read_whole
 from banyan.config.env import Environment
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.families import FAMILIES
 from banyan.families.base import MAX_WIDTH
-from banyan.formats.safetensors import read_arrays
 from banyan.hub.sources import fetch
 from banyan.model_config.checkpoint import PICKLED, read_model_config
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
@@ -303,7 +297,7 @@ def _token_map_ids(path: str, vocab_size: int) -> tuple[int, ...]:
     """The ids of a token map file in ascending order; () without a file."""
     if not path:
         return ()
-    from banyan.model_config.draft_model import read_token_map  # imports numpy only if needed
+    from banyan.formats.arrays import read_token_map  # imports numpy only if needed
 
     ids = read_token_map(path, _TOKEN_MAP)
     wrong = next((each for each in ids if not 0 <= each < vocab_size), None)
@@ -558,63 +552,3 @@ def fits(model_config: ModelConfig, tp: int, ep: int, replicas: int, is_cut: boo
         heads % ranks for heads in (model_config.num_heads, model_config.window_heads)
     )
     return shares_kv and is_even and shares_heads and not states % ranks
-
-
-_MOST_BYTES = 64 << 20
-_NPY = b"\x93NUMPY"
-_PICKLED = (".pt", ".pth", ".bin", ".pkl")
-
-
-def read_token_map(path: str, flag: str) -> list[int]:
-    """The whole numbers of a file, in their order.
-
-    Raises:
-        ConfigError: it cannot be read, is too large, or holds something else; named by `flag`.
-    """
-    name = f"{flag} {printable(path)}"
-    if path.endswith(_PICKLED):
-        raise ConfigError(
-            f"{name} is a pickle, which can run code when opened",
-            hint="on a machine you trust with it, convert it once: python -c 'import sys, json, "
-            "torch; json.dump(torch.load(sys.argv[1], weights_only=True).tolist(), "
-            'open(sys.argv[2], "w"))\' FILE.pt FILE.json',
-        )
-    try:
-        found = _read(path)
-    except (OSError, ValueError, RecursionError, ModelError) as error:
-        raise ConfigError(f"{name} cannot be read: {printable(str(error), 120)}") from None
-    if found is None:
-        raise ConfigError(
-            f"{name} holds no list of token ids",
-            hint="write one list of whole numbers, as FILE.json, FILE.npy or FILE.safetensors",
-        )
-    return found
-
-
-def _read(path: str) -> list[int] | None:
-    if path.endswith(".json"):
-        value = json.loads(read_whole(path, _MOST_BYTES).decode())
-        ids = [each for each in value if type(each) is int] if is_list(value) else []
-        return ids if is_list(value) and len(ids) == len(value) else None
-    if path.endswith(".npy"):
-        array = _read_npy(read_whole(path, _MOST_BYTES))
-    elif path.endswith(".safetensors"):
-        arrays = list(read_arrays(path).values())
-        array = arrays[0] if len(arrays) == 1 else np.empty(0)
-    else:
-        return None
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        return None
-    return [int(each) for each in array]
-
-
-def _read_npy(content: bytes) -> np.ndarray:
-    """ValueError: it is none."""
-    if not content.startswith(_NPY):
-        raise ValueError("it is no .npy file")
-    try:
-        return np.load(io.BytesIO(content), allow_pickle=False)
-    except (
-        Exception
-    ) as error:  # its header is a Python expression, and numpy's reader raises any exception
-        raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -13,7 +13,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_object, unique_json
 from banyan.base.os import read_whole
 from banyan.config.schema import Config
-from banyan.formats.safetensors import read_arrays
+from banyan.formats.arrays import read_arrays
 from banyan.model_config.model_config import ModelConfig
 from banyan.moe.eplb import balanced, trivial
 from banyan.moe.rules import TRIVIAL, are_placed

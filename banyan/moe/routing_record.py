@@ -18,7 +18,7 @@ from torch import Tensor
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.config.schema import Config, ExpertsConfig
-from banyan.formats.safetensors import write_arrays
+from banyan.formats.arrays import write_arrays
 from banyan.layers.build import Build
 from banyan.messages.control_ops import ControlOp, RecordExperts
 from banyan.messages.plan import EXPERTS

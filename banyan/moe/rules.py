@@ -139,8 +139,10 @@ def choose_expert_parallel(
 ) -> Config:
     """Set --expert-parallel-size for an all-to-all backend. Runs before ranks are counted."""
     parallel, experts = config.parallel, config.experts
-    if experts.a2a == "none":
+    if experts.a2a == "none" and not parallel.whole_experts:
         return config
+    if experts.a2a == "none":
+        return _with_whole_experts(config, model_config)
     flag = f"{_EXCHANGE} {experts.a2a}"
     if model_config.experts is None:
         raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
@@ -156,6 +158,19 @@ def choose_expert_parallel(
             f"up to {MOST}",
         )
     if parallel.ep > 1 or parallel.tp == 1:
+        return config
+    log.info("set expert-parallel-size=%d because of %s", parallel.tp, flag)
+    return replace(config, parallel=replace(parallel, ep=parallel.tp))
+
+
+def _with_whole_experts(config: Config, model_config: ModelConfig) -> Config:
+    """For --enable-ep-moe."""
+    parallel, flag = config.parallel, "--enable-ep-moe"
+    if parallel.ep > 1:
+        return config
+    if model_config.experts is None or parallel.tp == 1:
+        why = "this model has no experts" if model_config.experts is None else "there is one rank"
+        log.warning("%s has no effect: %s", flag, why)
         return config
     log.info("set expert-parallel-size=%d because of %s", parallel.tp, flag)
     return replace(config, parallel=replace(parallel, ep=parallel.tp))

@@ -20,7 +20,7 @@ from banyan.base.log import logger, printable
 from banyan.base.table import load_named
 from banyan.config.hooks import TOKENS, HookSpec, hook_specs
 from banyan.config.schema import LoadConfig
-from banyan.formats.safetensors import read_arrays, write_arrays
+from banyan.formats.arrays import read_arrays, write_arrays
 from banyan.layers.step_inputs import StepInputs
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM

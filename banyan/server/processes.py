@@ -29,7 +29,7 @@ from banyan.base.child_process import (
 )
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import logger, start_logging
-from banyan.base.memory import report_slow_gc
+from banyan.base.memory import report_slow_gc, set_gc_threshold
 from banyan.base.torch_parts import without_parts
 from banyan.config.schema import Config
 from banyan.dp_attention.remote_engines import RemoteEngines
@@ -224,6 +224,7 @@ def main() -> None:
     if spares is None:  # this process is one of the forks
         process_spec = _read_process_spec()
     watch_parent()
+    set_gc_threshold(process_spec.config.observe.gc_threshold)
     report_slow_gc(process_spec.config.observe.slow_gc_s)
     try:
         if process_spec.role == RANK:

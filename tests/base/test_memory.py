@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from banyan.base.clock import VirtualClock
-from banyan.base.memory import SlowGc, _as_on_disk, report_slow_gc, unmap_files
+from banyan.base.errors import ConfigError
+from banyan.base.memory import SlowGc, _as_on_disk, report_slow_gc, set_gc_threshold, unmap_files
 from tests.support.flags import config_of
 
 SMAPS = Path("/proc/self/smaps")
@@ -106,3 +107,16 @@ def test_nothing_is_watched_unless_asked_for():
     before = list(gc.callbacks)
     report_slow_gc(config_of().observe.slow_gc_s)
     assert gc.callbacks == before
+
+
+def test_thresholds_of_the_collector_are_set():
+    before = gc.get_threshold()
+    try:
+        set_gc_threshold(config_of().observe.gc_threshold)
+        assert gc.get_threshold() == before
+        set_gc_threshold(config_of("--gc-threshold", "701", "11", "12").observe.gc_threshold)
+        assert gc.get_threshold() == (701, 11, 12)
+        with pytest.raises(ConfigError, match="one to three numbers, got 4"):
+            set_gc_threshold((1, 2, 3, 4))
+    finally:
+        gc.set_threshold(*before)

@@ -302,7 +302,6 @@ def test_a_value_of_another_name_is_reported(argv: str) -> None:
         ("--device tpu", "CPU"),
         ("--load-format sharded_state", "safetensors"),
         ("--schedule-policy priority", "--enable-priority-scheduling"),
-        ("--load-balance-method follow_bootstrap_room", "round_robin"),
     ],
 )
 def test_a_value_that_this_build_lacks_is_refused_with_a_reason(argv: str, instead: str) -> None:

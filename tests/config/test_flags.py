@@ -63,6 +63,8 @@ def test_both_values_of_a_flag_reach_its_field() -> None:
             elif isinstance(expected, tuple):
                 texts = [str(word) for word in expected]
             given = [f"--{flag.name}", *texts]
+        if flag.name in ("base-gpu-id", "gpu-id-step"):
+            given += ["--device", "cuda"]
         assert value_of(parse(given, Environment())) == expected
         assert value_of(parse([], Environment())) == default_of(flag) != expected
 

@@ -82,5 +82,14 @@ def test_ranks_take_devices_from_the_first_on_in_steps():
         ]
 
     assert numbers("--tp", "2", "--dp", "2") == [0, 1, 2, 3]
-    assert numbers("--tp", "2", "--dp", "2", "--base-gpu-id", "8") == [8, 9, 10, 11]
-    assert numbers("--tp", "3", "--base-gpu-id", "1", "--gpu-id-step", "4") == [1, 5, 9]
+    assert numbers("--tp", "2", "--dp", "2", "--base-gpu-id", "8", "--device", "npu") == [
+        8,
+        9,
+        10,
+        11,
+    ]
+    assert numbers("--tp", "3", "--base-gpu-id", "1", "--gpu-id-step", "4", "--device", "npu") == [
+        1,
+        5,
+        9,
+    ]

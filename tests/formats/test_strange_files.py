@@ -13,8 +13,7 @@ import pytest
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.config.hooks import read_prompt
-from banyan.formats.safetensors import read_arrays
-from banyan.model_config.draft_model import read_token_map
+from banyan.formats.arrays import read_arrays, read_token_map
 from banyan.moe.expert_location import read_location
 
 Place = Callable[[str], str]

@@ -14,7 +14,7 @@ from banyan.config.resolve import prepare
 from banyan.config.rules.conflicts import refuse_conflicts
 from banyan.config.schema import Config, SpeculativeConfig
 from banyan.config.speculation import branching_flag, longest_branch, plan_drafts
-from banyan.formats.safetensors import write_arrays
+from banyan.formats.arrays import write_arrays
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.draft_model import draft_model_config, draft_of, find_draft_model
 from tests.support.checkpoints import LLAMA, folder

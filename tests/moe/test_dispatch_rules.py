@@ -17,7 +17,7 @@ from tests.support.configs import MODEL_CONFIG, NOTHING
 from tests.support.experts import EXPERTS
 
 DEEPEP = ("--moe-a2a-backend", "deepep")
-FUSED = ("--moe-a2a-backend", "ascend_fuseep")
+FUSED = ("--device", "npu", "--moe-a2a-backend", "ascend_fuseep")
 MODE = "SGLANG_NPU_FUSED_MOE_MODE"
 JOINED = ("--tp", "4", "--dp", "2", "--enable-dp-attention")
 WIDE = replace(EXPERTS, num_heads=8, num_kv_heads=4)
@@ -69,6 +69,13 @@ def test_a_model_without_experts_has_none_to_send_rows_to() -> None:
         resolve(parse(DEEPEP, NOTHING), MODEL_CONFIG, NOTHING)
 
 
+def test_the_switch_makes_experts_whole_on_every_rank() -> None:
+    assert config_with("--tp", "4", "--enable-ep-moe").parallel.ep == 4
+    assert config_with("--tp", "4").parallel.ep == 1
+    dense = resolve(parse(("--tp", "2", "--enable-ep-moe"), NOTHING), MODEL_CONFIG, NOTHING)
+    assert dense.parallel.ep == 1
+
+
 def test_a_step_of_low_latency_is_within_the_bound() -> None:
     flags = (*JOINED, *DEEPEP, "--chunked-prefill-size", "248")
     low = config_with(*flags, "--deepep-mode", "low_latency")
@@ -107,9 +114,7 @@ def test_a_variable_is_the_bound() -> None:
 
 
 def test_the_operator_that_runs_experts_is_one_of_two() -> None:
-    fused = parse(
-        ("--tp", "4", "--moe-a2a-backend", "ascend_fuseep"), read_environment({MODE: "2"})
-    )
+    fused = parse(("--tp", "4", *FUSED), read_environment({MODE: "2"}))
     assert resolve(fused, WIDE, NOTHING).experts.fuse_mode == 2
     assert config_with("--tp", "4", *FUSED).experts.fuse_mode == 1
     for value in ("0", "3"):

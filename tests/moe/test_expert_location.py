@@ -8,7 +8,7 @@ import torch
 
 from banyan.base.errors import ConfigError
 from banyan.config.schema import ExpertsConfig
-from banyan.formats.safetensors import write_arrays
+from banyan.formats.arrays import write_arrays
 from banyan.moe.expert_location import ExpertMap, open_expert_map, read_location
 from banyan.parallel.groups import Group, Groups
 from tests.support.experts import EXPERTS, config_with

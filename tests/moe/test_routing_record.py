@@ -8,7 +8,7 @@ import torch
 
 from banyan.base.errors import RequestError
 from banyan.config.schema import ExpertsConfig
-from banyan.formats.safetensors import read_arrays
+from banyan.formats.arrays import read_arrays
 from banyan.messages.control_ops import RecordExperts
 from banyan.moe.expert_watch import ExpertWatch
 from banyan.moe.routing_record import ExpertLayers, ExpertRecord, refuse_to_record

@@ -42,7 +42,6 @@ def test_fake_choices_are_warned_of(caplog) -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (("--enable-ep-moe",), "exchange rows through shared memory or gloo"),
         (("--elastic-ep-backend", "mooncake"), "expert copies do not replace a dead rank"),
     ],
 )

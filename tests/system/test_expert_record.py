@@ -12,7 +12,7 @@ import torch
 
 import banyan
 from banyan.base.errors import ConfigError
-from banyan.formats.safetensors import read_arrays
+from banyan.formats.arrays import read_arrays
 from tests.models.families import tiny
 from tests.support.expert_requests import GREEDY, PROMPTS
 from tests.system.serving import Server, serving

@@ -9,7 +9,7 @@ import pytest
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.config.hooks import hook_specs
-from banyan.formats.safetensors import read_arrays, write_arrays
+from banyan.formats.arrays import read_arrays, write_arrays
 from banyan.llm import Engine
 from tests.system.conftest import StartServer
 

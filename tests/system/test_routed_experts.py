@@ -10,7 +10,7 @@ import pytest
 
 import banyan
 from banyan.base.errors import ConfigError, RequestError
-from banyan.formats.safetensors import read_arrays
+from banyan.formats.arrays import read_arrays
 from tests.models.drafting import tiny_mtp
 from tests.models.families import tiny
 from tests.support.expert_requests import FIRST, GREEDY, PROMPTS

@@ -71,6 +71,13 @@ FLAGS = (
         proof="tests/system/test_experts.py::test_experts_that_cannot_be_cut_are_shared_out_whole",
     ),
     Flag(
+        "enable-ep-moe",
+        "parallel.whole_experts",
+        "set --expert-parallel-size to --tensor-parallel-size for models with experts",
+        kind=SWITCH,
+        proof="tests/moe/test_dispatch_rules.py::test_the_switch_makes_experts_whole_on_every_rank",
+    ),
+    Flag(
         "data-parallel-size",
         "parallel.dp",
         "data parallelism: replicas of the model in one server",

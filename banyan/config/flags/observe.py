@@ -1,7 +1,7 @@
 """Observability flags: logs, journal, metrics and traces."""
 
 from banyan.base.table import PATTERN
-from banyan.config.flags.flag import FLOAT, FLOATS, FOREVER_S, INT, JSON, SWITCH, WORDS, Flag
+from banyan.config.flags.flag import FLOAT, FLOATS, FOREVER_S, INT, INTS, JSON, SWITCH, WORDS, Flag
 
 FLAGS = (
     Flag(
@@ -222,6 +222,17 @@ FLAGS = (
         "service name in traces",
         documented=False,
         proof="tests/system/test_traces.py::test_a_request_is_a_trace_with_its_phases",
+    ),
+    Flag(
+        "gc-threshold",
+        "observe.gc_threshold",
+        "one to three thresholds of Python's garbage collector, in the server and the engines; "
+        "default: the interpreter's",
+        kind=INTS,
+        low=0,
+        high=(1 << 31) - 1,
+        documented=False,
+        proof="tests/base/test_memory.py::test_thresholds_of_the_collector_are_set",
     ),
     Flag(
         "gc-warning-threshold-secs",
