@@ -9,7 +9,7 @@ import pytest
 from banyan.base.fair_share import CALLER, FairShare, TurnQueue
 from banyan.base.thread_pool import Pool
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def fill(share: FairShare, caller: bytes, amount: int = 1) -> int:

@@ -11,7 +11,7 @@ from banyan.base.errors import RequestError
 from banyan.base.thread_pool import THREAD_BYTES, Pool, off_loop, use_threads
 from tests.support.flags import config_of
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def test_texts_that_wait_for_others_leave_threads_for_work():

@@ -129,9 +129,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         words += ["--max-concurrency", "1", "--warmup-requests", "0"]
         command = [sys.executable, "-m", "banyan", "bench", "serving", *words]
         run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert holding.wait(30)
+        assert holding.wait(120)
         run.send_signal(signal.SIGINT)
-        out, err = run.communicate(timeout=30)
+        out, err = run.communicate(timeout=120)
     assert run.returncode == 130, err
     assert "Serving Benchmark Result" in out
     assert "stopped after 2 requests; the figures are theirs alone" in err

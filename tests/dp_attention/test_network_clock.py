@@ -11,7 +11,7 @@ from banyan.dp_attention.network_clock import open_network_clock
 from banyan.dp_attention.step_clock import StepClock
 from banyan.messages.plan import StepLoad
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Board:

@@ -18,7 +18,7 @@ from banyan.sim.replay import check
 from tests.engine.test_loop import generate
 from tests.scheduler.driver import asked
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class HandClock:

@@ -17,7 +17,7 @@ from banyan.router.state import AdmissionLimiter, RouterState
 from banyan.router.worker_pool import WorkerPool
 from banyan.server.http.listen import bind, web_server
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass

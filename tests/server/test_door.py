@@ -392,7 +392,7 @@ def test_a_vanished_stream_client_ends_its_request(site: Site, http: httpx.Clien
         assert len(site.generator.open) == 2
         while site.generator.closed.acquire(blocking=False):
             pass
-    assert site.generator.closed.acquire(timeout=5) and site.generator.closed.acquire(timeout=5)
+    assert site.generator.closed.acquire(timeout=60) and site.generator.closed.acquire(timeout=60)
     assert not site.generator.open
 
 
@@ -411,9 +411,9 @@ def test_a_vanished_waiting_client_ends_its_request(site: Site, path: str) -> No
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     raw = socket.create_connection(("127.0.0.1", site.port))
     raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    assert generator.started.acquire(timeout=5)
+    assert generator.started.acquire(timeout=60)
     raw.close()
-    assert generator.closed.acquire(timeout=5)
+    assert generator.closed.acquire(timeout=60)
     assert not generator.open
 
 

@@ -31,7 +31,7 @@ from tests.server.test_tls import AUTHORITY, flags
 from tests.support.flags import config_of
 from tests.system.serving import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @contextlib.contextmanager

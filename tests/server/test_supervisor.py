@@ -93,7 +93,7 @@ async def opened(engines: Engines, config: Config = CONFIG) -> Supervisor:
 
 
 async def serves(supervisor: Supervisor, engines: Engines, life: int) -> None:
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     while len(engines.lives) < life or not supervisor.engines[0].health().progressing:
         assert time.monotonic() < limit, supervisor.engines[0].health()
         await asyncio.sleep(0.01)
@@ -136,7 +136,7 @@ async def test_an_engine_that_ends_because_of_the_model_is_not_tried_again():
     supervisor = await opened(engines)
     keeping = asyncio.create_task(supervisor.keep())
     engines.lives[0].on_death("killed")
-    reason = await asyncio.wait_for(keeping, 20)
+    reason = await asyncio.wait_for(keeping, 60)
     assert "the model is gone" in reason and len(engines.lives) == 2
     assert supervisor.engines[0].health().reason == reason
     await closed(supervisor, keeping)
@@ -149,7 +149,7 @@ async def test_engines_that_fail_in_their_start_for_another_reason_are_tried_as_
     supervisor = await opened(engines, config)
     keeping = asyncio.create_task(supervisor.keep())
     engines.lives[0].on_death("killed")
-    reason = await asyncio.wait_for(keeping, 20)
+    reason = await asyncio.wait_for(keeping, 60)
     assert "no memory" in reason and "after 2 restarts" in reason and len(engines.lives) == 3
     await closed(supervisor, keeping)
 
@@ -167,7 +167,7 @@ def test_no_engine_is_replaced_before_the_server_serves_or_when_that_is_not_want
             supervisor.settled()
         keeping = asyncio.create_task(supervisor.keep())
         engines.lives[0].on_death("killed")
-        assert await asyncio.wait_for(keeping, 20) == "killed"
+        assert await asyncio.wait_for(keeping, 60) == "killed"
         assert len(engines.lives) == 1
         await closed(supervisor, keeping)
 

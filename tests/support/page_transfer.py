@@ -17,7 +17,7 @@ from banyan.messages.disaggregation import (
 )
 from banyan.messages.plan import CopyResult, PageCopy, device_page, peer_page
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 SIZE, TOKENS = 32, 16
 

@@ -17,7 +17,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_S = 60.0
+READY_S = 180.0
 CALL_S = 60.0
 POLL_S = 0.02
 TAIL_LINES = 60

@@ -18,7 +18,7 @@ from tests.support.flags import config_of
 from tests.support.tokenizer_oracles import FOLDERS, demo_gguf, folder
 from tests.system.serving import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 TEXTS = ("Hello", " two words", "", "日本語 😀", "<|im_start|>user\n", "x" * 9000, "\n\n  a")
 LONG = "many words and " * 300_000
 GATHER = "--enable-dynamic-batch-tokenizer"
