@@ -58,6 +58,7 @@ def _is_here(environment: Environment) -> bool:
 
 
 NPU = DeviceFacts(
+    has_graphs=True,
     attention="ascend",
     host_tier=HostTierFacts(
         copies=("kernel_ascend", "direct"),

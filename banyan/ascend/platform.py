@@ -44,6 +44,7 @@ class NpuPlatform(Accelerator):
             moves_pages=True,
             has_own_forms=True,
             stacks_adapters=True,
+            releases_memory=True,
             dispatch=dispatch_of(npu.get_device_name()),
             fused_dispatch=fused_dispatch_of(npu.get_device_name()),
         )

@@ -33,6 +33,7 @@ class DeviceFacts:
         is_open: no device is named; the start chooses one.
         is_host: weights and pages already lie in memory of the host.
         compiles_kernels: its kernels are compiled on this machine, at the first start.
+        has_graphs: steps are captured in graphs, which hold memory.
         drafts_trees: draft trees are the default for models that have them.
         attention: the attention backend of this device alone; "" = none has its name.
         host_tier: None = its pages cannot lie in memory of the host as well.
@@ -46,6 +47,7 @@ class DeviceFacts:
     is_open: bool = False
     is_host: bool = False
     compiles_kernels: bool = False
+    has_graphs: bool = False
     drafts_trees: bool = False
     attention: str = ""
     host_tier: HostTierFacts | None = None
@@ -58,6 +60,7 @@ class DeviceFacts:
 AUTO = DeviceFacts(is_open=True, compiles_kernels=True, drafts_trees=True)
 CPU = DeviceFacts(is_host=True, compiles_kernels=True, drafts_trees=True)
 CUDA = DeviceFacts(
+    has_graphs=True,
     host_tier=HostTierFacts(("kernel", "direct"), ("page_first_direct", "page_first")),
 )
 DEVICES: Table[DeviceFacts] = Table(

@@ -297,6 +297,8 @@ class DeviceConfig:
     name: str = "auto"
     memory_saver: bool = False
     """Allow freeing weights and cache while the server runs."""
+    weights_backup: bool = False
+    """Keep released weights of a device in host memory."""
     kernels: dict[str, str] = field(default_factory=dict[str, str])
     """op -> forced implementation, to bisect a wrong answer."""
     compiler: str = ""

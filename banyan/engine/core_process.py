@@ -295,6 +295,7 @@ def _open_executor(
         build,
         runner,
         may_release=config.device.memory_saver,
+        keeps_backup=config.device.weights_backup,
         offload=opened.offload,
     )
     preparers: dict[type[ControlOp], PrepareOp] = {

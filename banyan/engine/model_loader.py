@@ -128,7 +128,9 @@ def open_model(
     phases.done("device")
     dtype = _DTYPES[config.model.activation_dtype]
     offload = open_offload(config.device, platform)
-    keeps_plain = offload is not None or config.experts.balances  # experts move as bytes
+    # Experts that move and backups are copied as bytes.
+    is_copied = config.experts.balances or config.device.weights_backup
+    keeps_plain = offload is not None or is_copied
     toolkit = _open_toolkit(config, config.model, traits, threads, keeps_plain)
     ops = _bind(config, model_config, traits, device, toolkit)
     phases.done("kernels")
@@ -398,6 +400,11 @@ def _check_the_device(config: Config, model_config: ModelConfig, traits: Traits)
         )
     if sends_rows(config) and (not traits.is_host or is_fused(config)):
         check_dispatch(config, model_config, traits)
+    if config.device.memory_saver and not (traits.is_host or traits.releases_memory):
+        raise ConfigError(
+            f"--enable-memory-saver: memory of {traits.name} is not released while the server runs",
+            hint="leave it out",
+        )
     check_the_rounding(config.model.quantization, model_config, traits)
 
 

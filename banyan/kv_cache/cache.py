@@ -22,7 +22,7 @@ from banyan.kv_cache.misses import Misses
 from banyan.kv_cache.page_pool import EpochTracker, PagePool
 from banyan.kv_cache.partial_blocks import PartialBlocks
 from banyan.kv_cache.pins import Pins
-from banyan.kv_cache.radix_tree import Lease, Match, Node, RadixTree
+from banyan.kv_cache.radix_tree import CachedPages, Lease, Match, Node, RadixTree
 from banyan.kv_cache.sizing import FULL, STATE, WINDOW, CacheGroup, common_block_size
 from banyan.kv_cache.state_checkpoints import StateCheckpoints
 from banyan.messages.plan import PageCopy, PageGrant
@@ -54,12 +54,12 @@ class Capacity:
         groups: tuple[CacheGroup, ...],
         block_size: int,
         pools: list[PagePool],
-        tree: RadixTree,
+        cached: CachedPages,
     ) -> None:
         self._groups = groups
         self._block_size = block_size
         self._pools = pools
-        self._tree = tree
+        self._cached = cached
 
     def has(self, pages: list[int]) -> bool:
         """Whether these pages per group are free, evictable, or on their way back."""
@@ -96,11 +96,11 @@ class Capacity:
         for g, count in enumerate(wanted):
             shortage = count - self._pools[g].free - self._pools[g].limbo
             if shortage > 0:
-                self._tree.evict(g, shortage)
+                self._cached.evict(g, shortage)
         return all(count <= self._pools[g].free for g, count in enumerate(wanted))
 
     def _in_reach(self, g: int) -> int:
-        return self._pools[g].free + self._pools[g].limbo + self._tree.evictable[g]
+        return self._pools[g].free + self._pools[g].limbo + self._cached.evictable[g]
 
 
 class KVCache:
@@ -140,17 +140,17 @@ class KVCache:
         self._share = share or has_peers
         self.pools = [PagePool(group.num_pages, self.epochs) for group in groups]
         self.events = CacheEvents() if records_events and share else None
-        self.tree = RadixTree(
+        self.tree = RadixTree(len(groups), self._on_removed, self.block_size)
+        self.cached = CachedPages(
+            self.tree,
             groups,
             eviction_key,
             give_back=lambda g, pages, epoch: self.pools[g].release(pages, epoch),
             on_evict=self._on_evict,
-            on_removed=self._on_removed,
-            block_size=self.block_size,
         )
-        self.capacity = Capacity(groups, self.block_size, self.pools, self.tree)
+        self.capacity = Capacity(groups, self.block_size, self.pools, self.cached)
         self.misses = Misses(self.tree, self.block_size, share)
-        self._loads = PrefixLoads(self.pools, self.tree, self.epochs, self.capacity.make_free)
+        self._loads = PrefixLoads(self.pools, self.cached, self.epochs, self.capacity.make_free)
         self.tier: StoreTier | None = None
         if store is not None and share:
             self.tier = StoreTier(
@@ -174,7 +174,7 @@ class KVCache:
             groups=groups,
             block_size=self.block_size,
             pools=self.pools,
-            tree=self.tree,
+            cached=self.cached,
             epochs=self.epochs,
             is_on=self._share,
         )
@@ -183,7 +183,7 @@ class KVCache:
             groups=groups,
             block_size=self.block_size,
             pools=self.pools,
-            tree=self.tree,
+            cached=self.cached,
             epochs=self.epochs,
             gets_state=self.states.is_target,
         )
@@ -193,7 +193,7 @@ class KVCache:
         self.partial_blocks = PartialBlocks(
             groups=groups,
             block_size=self.block_size,
-            tree=self.tree,
+            cached=self.cached,
             epochs=self.epochs,
             held=self._held,
             is_on=share and has_partial_blocks,
@@ -228,7 +228,7 @@ class KVCache:
         grants: list[PageGrant] = []
         depth = len(match.path)
         for node in match.path:
-            self.tree.touch(node, priority)
+            self.cached.touch(node, priority)
             if self.tier is not None:
                 self.tier.on_used(node)
         for g, group in enumerate(self.groups):
@@ -244,7 +244,7 @@ class KVCache:
                     lease.tables[g] += node.pages[g]
                 grants.append(PageGrant(slot, g, 0, list(lease.tables[g])))
         if match.partial is not None:
-            self.tree.touch(match.partial.node, priority)
+            self.cached.touch(match.partial.node, priority)
             self.partial_blocks.lock(lease, match.partial)
         return lease, grants
 
@@ -328,7 +328,7 @@ class KVCache:
                 self.pools[g].release([lease.private[g].pop(index)], epoch)
                 self._held[g] -= 1
             for index in [i for i in lease.locked[g] if (i + 1) * self.block_size <= first]:
-                self.tree.unlock(lease.locked[g].pop(index), g, epoch)
+                self.cached.unlock(lease.locked[g].pop(index), g, epoch)
 
     # -- releasing ----------------------------------------------------------------------------
 
@@ -341,12 +341,12 @@ class KVCache:
             self._held[g] -= len(pages)
             self.pools[g].release(pages, epoch)
             for index in sorted(lease.locked[g], reverse=True):
-                self.tree.unlock(lease.locked[g][index], g, epoch)
+                self.cached.unlock(lease.locked[g][index], g, epoch)
             lease.private[g].clear()
             lease.locked[g].clear()
-        last = lease.path[-1] if lease.path and self.tree.has_only_states else None
+        last = lease.path[-1] if lease.path and self.cached.has_only_states else None
         if last is not None and last.is_attached and not self.states.is_target(last):
-            self.tree.trim(last)
+            self.cached.trim(last)
         lease.path.clear()
 
     def settle(self, step: StepId) -> None:
@@ -378,14 +378,14 @@ class KVCache:
         for promised_at in sorted(s for s in self._promises if s >= step):
             for node in self._promises[promised_at]:
                 if node.is_attached and writer in ("", node.writer):
-                    self.tree.drop_subtree(node, self.epochs.now())
+                    self.cached.drop_subtree(node, self.epochs.now())
                     dropped.append(node)
         self.states.void(step, writer)
         return dropped
 
     def flush(self) -> None:
         """Evict everything that no request uses. Evicted pages are not written to the store."""
-        self.tree.clear()
+        self.cached.clear()
         if self.tier is not None:
             self.tier.forget_copies()
         if self.peers is not None:
@@ -400,7 +400,7 @@ class KVCache:
             Ledger(
                 total=pool.total,
                 free=pool.free,
-                cached=self.tree.cached[g],
+                cached=self.cached.counts[g],
                 held=self._held[g] + len(self.states.held(g)) + len(self._loads.held(g)),
                 in_flight=pool.limbo,
             )
@@ -409,7 +409,7 @@ class KVCache:
 
     def check(self, leases: list[Lease]) -> None:
         """Raise AssertionError unless every page has exactly one owner and every count is true."""
-        self.tree.check()
+        self.cached.check()
         for g, (pool, ledger) in enumerate(zip(self.pools, self.ledgers, strict=True)):
             pool.check()
             assert not ledger.leaked, f"group {g}: {ledger} leaks {ledger.leaked} pages"
@@ -423,7 +423,7 @@ class KVCache:
     # -- details ------------------------------------------------------------------------------
 
     def _lock(self, lease: Lease, g: int, index: int, node: Node) -> None:
-        self.tree.lock(node, g)
+        self.cached.lock(node, g)
         lease.locked[g][index] = node
 
     def _hand_over(self, lease: Lease, g: int, index: int, node: Node) -> bool:
@@ -432,13 +432,13 @@ class KVCache:
         indices = range(index * per_block, (index + 1) * per_block)
         owns_all = all(i in lease.private[g] for i in indices)
         if owns_all and node.pages[g] and not node.locks[g] and node.promised == NO_STEP:
-            self.tree.drop_copy(node, g)  # nothing reads these pages: keeping both is a waste
+            self.cached.drop_copy(node, g)  # nothing reads these pages: keeping both is a waste
         takes = owns_all and not node.pages[g] and node.promised == NO_STEP
         if takes:
             pages = [lease.private[g].pop(i) for i in indices]
             self._held[g] -= len(pages)
             self._lock(lease, g, index, node)
-            self.tree.attach(node, g, pages, self.epochs.now())
+            self.cached.attach(node, g, pages, self.epochs.now())
         elif self.groups[g].kind == FULL:
             self._lock(lease, g, index, node)
         return takes

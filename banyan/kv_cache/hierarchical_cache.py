@@ -109,7 +109,7 @@ class StoreTier:
         assert not self.is_attached and rules.is_attached
         self.rules = rules
         if rules.write == WRITE_THROUGH:
-            for node in self.loads.tree.nodes():
+            for node in self.loads.cached.tree.nodes():
                 self._queue(node)
 
     def detach(self) -> None:
@@ -120,7 +120,7 @@ class StoreTier:
         self.rules = replace(self.rules, is_attached=False)
         self._backlog.clear()
         self._writes.clear()
-        for node in self.loads.tree.nodes():
+        for node in self.loads.cached.tree.nodes():
             node.is_stored = False
 
     # -- to the store -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from banyan.base.ids import PageId
 from banyan.kv_cache.page_pool import NEVER_USED, EpochTracker, PagePool
-from banyan.kv_cache.radix_tree import Node, RadixTree
+from banyan.kv_cache.radix_tree import CachedPages, Node
 from banyan.messages.plan import PageAt, PageCopy, device_page
 
 Sources = Sequence[Sequence[PageAt]]
@@ -64,7 +64,7 @@ class PrefixLoads:
     """
 
     pools: list[PagePool]
-    tree: RadixTree
+    cached: CachedPages
     epochs: EpochTracker
     make_free: Callable[[list[int]], bool]
     _open: list[PrefixLoad] = field(default_factory=list[PrefixLoad])
@@ -148,7 +148,7 @@ class PrefixLoads:
             for g, pages in enumerate(block.pages):
                 self.pools[g].release(pages, NEVER_USED)
             return None
-        node, is_new = self.tree.insert(load.namespace, load.parent, tree_key)
+        node, is_new = self.cached.tree.insert(load.namespace, load.parent, tree_key)
         load.parent = node
         load.arrived += 1
         for g, pages in enumerate(block.pages):
@@ -157,18 +157,18 @@ class PrefixLoads:
             if node.pages[g]:  # a request has computed it meanwhile
                 self.pools[g].release(pages, NEVER_USED)
             else:
-                self.tree.attach(node, g, pages, NEVER_USED)
+                self.cached.attach(node, g, pages, NEVER_USED)
         return node if is_new else None
 
     def _make_free_outside(self, path: Sequence[Node], wanted: list[int]) -> bool:
         """`make_free` without evicting the nodes of `path`."""
         groups = range(len(self.pools))
         for node in path:
-            self.tree.touch(node, node.priority)
+            self.cached.touch(node, node.priority)
             for g in groups:
-                self.tree.lock(node, g)
+                self.cached.lock(node, g)
         has_capacity = self.make_free(wanted)
         for node in reversed(path):
             for g in groups:
-                self.tree.unlock(node, g, node.epochs[g])
+                self.cached.unlock(node, g, node.epochs[g])
         return has_capacity

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from banyan.base.ids import NO_STEP
 from banyan.kv_cache.page_pool import EpochTracker
-from banyan.kv_cache.radix_tree import Lease, Node, PartialMatch, RadixTree
+from banyan.kv_cache.radix_tree import CachedPages, Lease, Node, PartialMatch
 from banyan.kv_cache.sizing import STATE, CacheGroup
 from banyan.messages.plan import PageCopy, device_page
 
@@ -43,14 +43,14 @@ class PartialBlocks:
         self,
         groups: Sequence[CacheGroup],
         block_size: int,
-        tree: RadixTree,
+        cached: CachedPages,
         epochs: EpochTracker,
         held: list[int],
         is_on: bool,
     ) -> None:
         self._groups = groups
         self._block_size = block_size
-        self._tree = tree
+        self._cached = cached
         self._epochs = epochs
         self._held = held
         self._is_on = is_on and block_size > 1 and all(group.kind != STATE for group in groups)
@@ -68,7 +68,7 @@ class PartialBlocks:
         least = -(-self._block_size // _MOST_MOVED)
         if not self._is_on or len(wanted) < least * _TOKEN_BYTES:
             return None
-        parent = path[-1] if path else self._tree.top(namespace)
+        parent = path[-1] if path else self._cached.tree.top(namespace)
         best = None if parent is None else self._closest(parent, wanted)
         return best if best is not None and best.tokens >= least else None
 
@@ -76,7 +76,7 @@ class PartialBlocks:
         """The lease will begin with a copy of this block."""
         lease.partial = partial
         for g in range(len(self._groups)):
-            self._tree.lock(partial.node, g)
+            self._cached.lock(partial.node, g)
 
     def unlock(self, lease: Lease) -> None:
         """The lease ends; drop the lock if its copy has not begun."""
@@ -131,15 +131,17 @@ class PartialBlocks:
         if not all(i in lease.private[g] for g, of in enumerate(places) for i in of):
             return
         key = bytes(tokens[depth * self._block_size * _TOKEN_BYTES : written * _TOKEN_BYTES])
-        node, is_new = self._tree.insert(lease.namespace, parent, key)
+        node, is_new = self._cached.tree.insert(lease.namespace, parent, key)
         if not is_new:
             return
         node.is_tail, node.priority = True, lease.priority
         for g, indices in enumerate(places):
             pages = [lease.private[g].pop(i) for i in indices]
             self._held[g] -= len(pages)
-            self._tree.attach(node, g, pages, self._epochs.now())
-        before = self._tree.neighbours(node.parent, key)[0] if node.parent is not None else None
+            self._cached.attach(node, g, pages, self._epochs.now())
+        before = (
+            self._cached.tree.neighbours(node.parent, key)[0] if node.parent is not None else None
+        )
         if before is not None:
             self._drop_if_longer(before)
         self._drop_if_longer(node)
@@ -149,7 +151,7 @@ class PartialBlocks:
     def _closest(self, parent: Node, wanted: bytes) -> PartialMatch | None:
         """The child that shares most tokens with `wanted`: a neighbour in key order."""
         best: PartialMatch | None = None
-        for node in self._tree.neighbours(parent, wanted):
+        for node in self._cached.tree.neighbours(parent, wanted):
             if node is None or node.promised != NO_STEP or not all(node.pages):
                 continue
             shared = shared_tokens(node.key, wanted)
@@ -161,13 +163,13 @@ class PartialBlocks:
         """Remove a tail if another block holds all its tokens and more."""
         if not tail.is_tail or tail.parent is None or any(tail.locks):
             return
-        _, _, after = self._tree.neighbours(tail.parent, tail.key)
+        _, _, after = self._cached.tree.neighbours(tail.parent, tail.key)
         if after is not None and after.key.startswith(tail.key) and all(after.pages):
-            self._tree.remove(tail)
+            self._cached.remove(tail)
 
     def _unlock_node(self, node: Node) -> None:
         for g in range(len(self._groups)):
-            self._tree.unlock(node, g, self._epochs.now())
+            self._cached.unlock(node, g, self._epochs.now())
 
 
 def shared_tokens(one: bytes, other: bytes) -> int:

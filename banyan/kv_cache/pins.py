@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from banyan.kv_cache.page_pool import EpochTracker, PagePool
-from banyan.kv_cache.radix_tree import Node, RadixTree
+from banyan.kv_cache.radix_tree import CachedPages, Node
 from banyan.kv_cache.sizing import STATE, WINDOW, CacheGroup
 
 _SHARE = 4
@@ -42,12 +42,12 @@ class Pins:
         groups: Sequence[CacheGroup],
         block_size: int,
         pools: Sequence[PagePool],
-        tree: RadixTree,
+        cached: CachedPages,
         epochs: EpochTracker,
         gets_state: Callable[[Node], bool],
     ) -> None:
         self._groups, self._block_size, self._pools = groups, block_size, pools
-        self._tree, self._epochs = tree, epochs
+        self._cached, self._epochs = cached, epochs
         self._gets_state = gets_state
         self._pins: dict[str, Pin] = {}
 
@@ -89,7 +89,7 @@ class Pins:
         self._pins[name] = Pin(name, blocks * self._block_size, until_s, nodes, priority)
         for g, mine in enumerate(nodes):
             for node in mine:
-                self._tree.lock(node, g)
+                self._cached.lock(node, g)
         return ""
 
     def remove(self, name: str) -> bool:
@@ -100,7 +100,7 @@ class Pins:
         epoch = self._epochs.now()
         for g, nodes in enumerate(pin.nodes):
             for node in reversed(nodes):
-                self._tree.unlock(node, g, epoch)
+                self._cached.unlock(node, g, epoch)
         return True
 
     def expire(self, now: float) -> None:

@@ -1,5 +1,5 @@
-"""RadixTree: the cached prefixes, one node per block of tokens. Match and Lease: a prefix that was
-found, and the pages that a running request holds.
+"""RadixTree: the cached prefixes, one node per block of tokens. CachedPages: the pages of nodes.
+Match and Lease: a prefix that was found, and the pages that a running request holds.
 
 Keys are opaque bytes: the int32 token ids of a block, or salted hashes in a replayed trace. Keys
 are compared whole, so a hash collision cannot reach another tenant's pages. The first level is the
@@ -78,42 +78,31 @@ class Node:
 
 
 class RadixTree:
-    """The tree, its locks, and what may be evicted.
+    """The nodes by namespace and keys. `CachedPages` has their pages.
 
     Args:
-        groups: cache groups in plan order.
-        eviction_key: see kv_cache/eviction.py.
-        give_back: called with (group, pages, epoch) when the tree releases pages.
-        on_evict: called with a node before its pages are evicted.
+        num_groups: number of cache groups.
         on_removed: called with a node that has left the tree.
         block_size: tokens per node.
     """
 
     def __init__(
         self,
-        groups: tuple[CacheGroup, ...],
-        eviction_key: Callable[[Node], tuple[int, ...]],
-        give_back: Callable[[int, list[PageId], Epoch], None],
-        on_evict: Callable[[Node], None] = lambda node: None,
+        num_groups: int,
         on_removed: Callable[[Node], None] = lambda node: None,
         block_size: int = 1,
     ) -> None:
-        self._groups = groups
-        self._key_of = eviction_key
-        self._give_back = give_back
-        self._on_evict = on_evict
+        self._num_groups = num_groups
         self._on_removed = on_removed
         self._block_size = block_size
-        self._root = Node(b"", None, len(groups))
-        self._heaps: list[list[tuple[tuple[int, ...], int, Node]]] = [[] for _ in groups]
+        self._root = Node(b"", None, num_groups)
         self._ticks = 0
         self.num_nodes = 0
-        self.evictable = [0] * len(groups)
-        """Per group, pages without a lock."""
-        self.cached = [0] * len(groups)
-        """Per group, pages that the tree owns."""
-        self.evicted = 0
-        """Pages evicted since the start, all groups."""
+
+    def tick(self) -> int:
+        """A number larger than all before, for orders of use and of insertion."""
+        self._ticks += 1
+        return self._ticks
 
     def walk(self, namespace: bytes, keys: Iterator[bytes]) -> Iterator[Node]:
         """The nodes along `keys`, as far as they are cached. Changes nothing."""
@@ -126,24 +115,19 @@ class RadixTree:
                 return
             yield node
 
-    @property
-    def has_only_states(self) -> bool:
-        """All groups are STATE groups, so nodes of a running request may have no pages."""
-        return all(group.kind == STATE for group in self._groups)
-
     def insert(self, namespace: bytes, parent: Node | None, key: bytes) -> tuple[Node, bool]:
         """The child of `parent` (None = the namespace) with this key, and whether it is new."""
         if parent is None:
             parent = self._root.children.get(namespace)
             if parent is None:
-                parent = Node(namespace, self._root, len(self._groups))
+                parent = Node(namespace, self._root, self._num_groups)
                 self._root.children[namespace] = parent
         assert parent.is_attached
         found = parent.children.get(key)
         if found is not None:
             return found, False
-        node = Node(key, parent, len(self._groups))
-        node.born = node.last_used = self._tick()
+        node = Node(key, parent, self._num_groups)
+        node.born = node.last_used = self.tick()
         node.end = node.history = parent.end + self._block_size
         parent.children[key] = node
         if parent.order is not None:
@@ -167,12 +151,90 @@ class RadixTree:
             parent.children[order[after]] if after < len(order) else None,
         )
 
+    def nodes(self) -> Iterator[Node]:
+        """Every node except namespaces."""
+        stack = [n for top in self._root.children.values() for n in top.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def detach(self, node: Node) -> Node | None:
+        """Take a node without children out of the tree; returns its parent if that has no children
+        any more."""
+        parent = node.parent
+        assert parent is not None and not node.children
+        self._cut(node, parent)
+        if parent.children or parent is self._root:
+            return None
+        if parent.parent is self._root:
+            del self._root.children[parent.key]
+            parent.parent = None
+            return None
+        return parent
+
+    def detach_all(self, members: list[Node]) -> Node | None:
+        """As `detach`, for a node and all nodes below it."""
+        node, *below = members
+        for member in members:
+            member.children.clear()
+            member.order = None
+        leaf = self.detach(node)
+        for member in below:
+            member.parent = None
+            self._on_removed(member)
+        self.num_nodes -= len(below)
+        return leaf
+
+    def _cut(self, node: Node, parent: Node) -> None:
+        del parent.children[node.key]
+        if parent.order is not None:
+            del parent.order[bisect_left(parent.order, node.key)]
+        parent.history = max(parent.history, node.history)
+        node.parent = None
+        self._on_removed(node)
+        self.num_nodes -= 1
+
+
+class CachedPages:
+    """The pages of a tree's nodes: locks, uses, and which pages may be evicted.
+
+    Args:
+        groups: cache groups in plan order.
+        eviction_key: see kv_cache/eviction.py.
+        give_back: called with (group, pages, epoch) when the tree releases pages.
+        on_evict: called with a node before its pages are evicted.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        groups: tuple[CacheGroup, ...],
+        eviction_key: Callable[[Node], tuple[int, ...]],
+        give_back: Callable[[int, list[PageId], Epoch], None],
+        on_evict: Callable[[Node], None] = lambda node: None,
+    ) -> None:
+        self.tree = tree
+        self._groups = groups
+        self._key_of = eviction_key
+        self._give_back = give_back
+        self._on_evict = on_evict
+        self._heaps: list[list[tuple[tuple[int, ...], int, Node]]] = [[] for _ in groups]
+        self.has_only_states = all(group.kind == STATE for group in groups)
+        """Then nodes of a running request may have no pages."""
+        self.evictable = [0] * len(groups)
+        """Per group, pages without a lock."""
+        self.counts = [0] * len(groups)
+        """Per group, pages that the tree owns."""
+        self.evicted = 0
+        """Pages evicted since the start, all groups."""
+
     def attach(self, node: Node, group: int, pages: list[PageId], epoch: Epoch) -> None:
         """Give the node its pages of `group`; the tree owns them now."""
         assert node.is_attached and not node.pages[group]
         node.pages[group] = pages
         node.epochs[group] = epoch
-        self.cached[group] += len(pages)
+        self.counts[group] += len(pages)
         if not node.locks[group]:
             self.evictable[group] += len(pages)
             self._offer(node, group)
@@ -198,7 +260,7 @@ class RadixTree:
     def touch(self, node: Node, priority: int) -> None:
         """Record a use by a request."""
         before = self._key_of(node)
-        node.last_used = self._tick()
+        node.last_used = self.tree.tick()
         node.hits += 1
         node.priority = max(node.priority, priority)
         if self._key_of(node) < before:  # `evict` handles keys that have grown
@@ -234,7 +296,7 @@ class RadixTree:
             if any(node.locks):
                 return
             parent = node.parent
-            self._detach(node)
+            self._offer_leaf(self.tree.detach(node))
             node = parent
 
     def drop_copy(self, node: Node, group: int) -> None:
@@ -254,21 +316,14 @@ class RadixTree:
             for group in range(len(self._groups)):
                 member.epochs[group] = epoch
                 self._release(member, group)
-        self._detach(node)
-        for member in dropped:
-            member.children.clear()
-            member.order = None
-            member.parent = None
-            self._on_removed(member)
-        self.num_nodes -= len(dropped) - 1
+        self._offer_leaf(self.tree.detach_all(dropped))
 
-    def nodes(self) -> Iterator[Node]:
-        """Every node except namespaces."""
-        stack = [n for top in self._root.children.values() for n in top.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+    def remove(self, node: Node) -> None:
+        """Take a node without children and locks out of the tree."""
+        assert not node.children and not any(node.locks)
+        for group in range(len(self._groups)):
+            self._release(node, group)
+        self._offer_leaf(self.tree.detach(node))
 
     def clear(self) -> None:
         """Evict everything that is not locked."""
@@ -279,19 +334,15 @@ class RadixTree:
         """Raise AssertionError when a count disagrees with the nodes."""
         cached = [0] * len(self._groups)
         evictable = [0] * len(self._groups)
-        for node in self.nodes():
+        for node in self.tree.nodes():
             for group, pages in enumerate(node.pages):
                 cached[group] += len(pages)
                 evictable[group] += 0 if node.locks[group] else len(pages)
             is_used = any(node.pages) or node.children or any(node.locks)
             assert is_used or self.has_only_states, "an unused node"
-        assert self.num_nodes == sum(1 for _ in self.nodes())
-        assert cached == self.cached, f"cached {self.cached}, counted {cached}"
+        assert self.tree.num_nodes == sum(1 for _ in self.tree.nodes())
+        assert cached == self.counts, f"cached {self.counts}, counted {cached}"
         assert evictable == self.evictable, f"evictable {self.evictable}, counted {evictable}"
-
-    def _tick(self) -> int:
-        self._ticks += 1
-        return self._ticks
 
     def _may_go(self, node: Node, group: int) -> bool:
         if not node.is_attached or node.locks[group] or not node.pages[group]:
@@ -304,48 +355,29 @@ class RadixTree:
         if not self._may_go(node, group):
             return
         heap = self._heaps[group]
-        if len(heap) > 2 * self.num_nodes + 64:  # entries of nodes used again since are stale
-            idle = [n for n in self.nodes() if self._may_go(n, group)]
-            heap[:] = [(self._key_of(n), self._tick(), n) for n in idle]
+        if len(heap) > 2 * self.tree.num_nodes + 64:  # entries of nodes used again since are stale
+            idle = [n for n in self.tree.nodes() if self._may_go(n, group)]
+            heap[:] = [(self._key_of(n), self.tree.tick(), n) for n in idle]
             heapify(heap)
             return
-        heappush(heap, (self._key_of(node), self._tick(), node))
+        heappush(heap, (self._key_of(node), self.tree.tick(), node))
 
     def _release(self, node: Node, group: int) -> None:
         pages = node.pages[group]
         if not pages:
             return
         node.pages[group] = []
-        self.cached[group] -= len(pages)
+        self.counts[group] -= len(pages)
         if not node.locks[group]:
             self.evictable[group] -= len(pages)
         self._give_back(group, pages, node.epochs[group])
 
-    def remove(self, node: Node) -> None:
-        """Take a node without children and locks out of the tree."""
-        assert not node.children and not any(node.locks)
-        for group in range(len(self._groups)):
-            self._release(node, group)
-        self._detach(node)
-
-    def _detach(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        del parent.children[node.key]
-        if parent.order is not None:
-            del parent.order[bisect_left(parent.order, node.key)]
-        parent.history = max(parent.history, node.history)
-        node.parent = None
-        self._on_removed(node)
-        self.num_nodes -= 1
-        if parent.children or parent is self._root:
-            return
-        if parent.parent is self._root:
-            del self._root.children[parent.key]
-            parent.parent = None
+    def _offer_leaf(self, node: Node | None) -> None:
+        """A node that has lost its last child may be evicted now."""
+        if node is None:
             return
         for group in range(len(self._groups)):
-            self._offer(parent, group)
+            self._offer(node, group)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from banyan.base.ids import PageId, StepId
 from banyan.kv_cache.page_pool import EpochTracker, PagePool
-from banyan.kv_cache.radix_tree import Lease, Node, RadixTree
+from banyan.kv_cache.radix_tree import CachedPages, Lease, Node
 from banyan.kv_cache.sizing import STATE, CacheGroup
 from banyan.messages.plan import PageCopy, device_page
 
@@ -41,14 +41,14 @@ class StateCheckpoints:
         groups: tuple[CacheGroup, ...],
         block_size: int,
         pools: list[PagePool],
-        tree: RadixTree,
+        cached: CachedPages,
         epochs: EpochTracker,
         is_on: bool = True,
     ) -> None:
         self.state_groups = [g for g, group in enumerate(groups) if group.kind == STATE]
         self._block_size = block_size
         self._pools = pools
-        self._tree = tree
+        self._cached = cached
         self._epochs = epochs
         self._is_on = is_on and bool(self.state_groups)
         self._open: dict[int, _OpenCopy] = {}
@@ -95,9 +95,9 @@ class StateCheckpoints:
                 self._end_checkpoint(copy, is_good=copy_id not in failed)
                 continue
             node, group = copy.node, copy.group
-            self._tree.unlock(node, group, self._epochs.now())
+            self._cached.unlock(node, group, self._epochs.now())
             if copy_id in failed and node.is_attached and not node.locks[group]:
-                self._tree.drop_pages(node, group)
+                self._cached.drop_pages(node, group)
 
     def void(self, step: StepId, writer: str) -> None:
         """Discard the checkpoints of steps ≥ `step` (of one writer, or of all)."""
@@ -123,7 +123,7 @@ class StateCheckpoints:
         ):
             return None
         if not pool.free:
-            self._tree.evict(group, 1)
+            self._cached.evict(group, 1)
         if not pool.free:
             return None
         (page,) = pool.take(1)
@@ -138,8 +138,8 @@ class StateCheckpoints:
     def _end_checkpoint(self, copy: _OpenCopy, is_good: bool) -> None:
         is_wanted = copy.node.is_attached and not copy.node.pages[copy.group]
         if is_good and is_wanted and copy.writer != _VOID:
-            self._tree.attach(copy.node, copy.group, [copy.page], self._epochs.now())
+            self._cached.attach(copy.node, copy.group, [copy.page], self._epochs.now())
         else:
             self._pools[copy.group].release([copy.page], self._epochs.now())
-            if copy.node.is_attached and self._tree.has_only_states:
-                self._tree.trim(copy.node)
+            if copy.node.is_attached and self._cached.has_only_states:
+                self._cached.trim(copy.node)

@@ -48,6 +48,7 @@ from banyan.ops.api import Ops
 from banyan.runner.control_ops import Finish, RankReply
 from banyan.runner.offload import Offload, OffloadedBlocks, not_streamed
 from banyan.runner.runner import ModelRunner
+from banyan.runner.weights_backup import WeightsBackup
 
 log = logger(__name__)
 
@@ -177,6 +178,7 @@ class LoadedWeights:
     Args:
         config: how weights are read.
         may_release: --enable-memory-saver was set.
+        keeps_backup: released weights of a device stay in host memory.
         offload: which weights stay in host memory.
     """
 
@@ -188,8 +190,11 @@ class LoadedWeights:
         runner: ModelRunner,
         may_release: bool = False,
         offload: Offload | None = None,
+        keeps_backup: bool = False,
     ) -> None:
         self._offload = offload
+        self._keeps_backup = keeps_backup and not runner.platform.traits.is_host
+        self._backup: WeightsBackup | None = None
         self._config = config
         self._model_config = model_config
         self._build = build
@@ -217,6 +222,7 @@ class LoadedWeights:
                 self._settle_memory()
                 return RankReply("The weights can be taken.")
             self._released = [tag for tag in self._released if tag != WEIGHTS]
+            self._backup = None
             self._runner.take_model(loaded.pop(), self._can_run)
             self._config, self._model_config = config, model_config
             self._loaded_files = files
@@ -241,7 +247,7 @@ class LoadedWeights:
         tags = self._checked(op.tags)
         if gone := [tag for tag in tags if tag in self._released]:
             raise RequestError(f"{', '.join(gone)}: released already.")
-        if WEIGHTS in tags:
+        if WEIGHTS in tags and not self._keeps_backup:
             self._require_same_files()  # resuming reads them again from there
 
         def release() -> RankReply:
@@ -250,7 +256,10 @@ class LoadedWeights:
             # On a device, graphs have the addresses of weights and pages: they end with both.
             if WEIGHTS in tags or not self._is_host:
                 keeps_weights = WEIGHTS not in (*tags, *self._released)
-                self._runner.drop_model(keeps_weights)
+                self._runner.drop_model(keeps_weights or self._keeps_backup)
+            if WEIGHTS in tags and self._keeps_backup and self._runner.model is not None:
+                self._backup = WeightsBackup(self._runner.model)
+                log.info("weights_backup_bytes=%d are in host memory", self._backup.size_bytes)
             if KV_CACHE in tags:
                 self._runner.store.release()
             self._released += tags
@@ -268,7 +277,7 @@ class LoadedWeights:
         assert isinstance(op, ResumeMemory)
         tags = [tag for tag in self._checked(op.tags) if tag in self._released]
         loaded: list[Model] = []
-        if WEIGHTS in tags:
+        if WEIGHTS in tags and self._backup is None:
             self._require_same_files()
             loaded.append(
                 load_weights(self._config, self._model_config, self._build, self._offload)
@@ -278,6 +287,9 @@ class LoadedWeights:
             self._released = [tag for tag in self._released if tag not in tags]
             if KV_CACHE in tags:
                 self._runner.store.resume()
+            if WEIGHTS in tags and self._backup is not None:
+                self._backup.restore()
+                self._backup = None
             model = loaded.pop() if loaded else self._runner.model
             if model is not None and (WEIGHTS in tags or tags and not self._is_host):
                 self._runner.take_model(model, self._can_run)

@@ -110,7 +110,7 @@ def explain(path: str, request: str) -> Explanation:
         if difference:
             break
         if is_late is None:
-            is_late = played.core.scheduler.cache.tree.evicted > 0
+            is_late = played.core.scheduler.cache.cached.evicted > 0
         evictions.see(played)
         if watcher is None:
             for one in played.core.scheduler.request_table.alive:

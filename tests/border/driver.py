@@ -132,7 +132,7 @@ class Play:
         carried_out = self.runner.carried_out
         require(obeyed == carried_out, f"{carried_out} were carried out, the replies say {obeyed}")
         cache = self.core.scheduler.cache
-        self.seen["evicted pages"] += cache.tree.evicted
+        self.seen["evicted pages"] += cache.cached.evicted
         require(self.core.flush(self.now), "an idle engine does not flush")
         for group, pool in enumerate(cache.pools):
             require(pool.free == pool.total, f"group {group} leaks: {cache.ledgers[group]}")

@@ -166,7 +166,7 @@ def test_parts_of_another_tenant_are_noticed() -> None:
     find = PartialBlocks.find
 
     def anybodys(self: PartialBlocks, namespace: bytes, path, tokens, limit: int):
-        for top in self._tree._root.children:
+        for top in self._cached.tree._root.children:
             part = None if path else find(self, top, path, tokens, limit)
             if part is not None:
                 return part

@@ -9,7 +9,7 @@ import pytest
 from banyan.kv_cache import pins
 from banyan.kv_cache.eviction import EVICTION
 from banyan.kv_cache.pins import Pins
-from banyan.kv_cache.radix_tree import RadixTree
+from banyan.kv_cache.radix_tree import CachedPages
 from tests.border.pinned import pin_verdict, play_pins
 
 WORLDS = range(1, 31)
@@ -34,8 +34,8 @@ def no_locks(patch: pytest.MonkeyPatch) -> None:
     def without(method: Callable[..., object]) -> Callable[..., object]:
         def run(self: Pins, *told: object) -> object:
             with pytest.MonkeyPatch.context() as inner:
-                inner.setattr(RadixTree, "lock", lambda tree, node, group: None)
-                inner.setattr(RadixTree, "unlock", lambda tree, node, group, epoch: None)
+                inner.setattr(CachedPages, "lock", lambda tree, node, group: None)
+                inner.setattr(CachedPages, "unlock", lambda tree, node, group, epoch: None)
                 return method(self, *told)
 
         return run

@@ -10,7 +10,7 @@ from banyan.engine.journal import Journal
 from banyan.kv_cache import hierarchical_cache as tiers
 from banyan.kv_cache.cache import WEIGHTS_BYTES
 from banyan.kv_cache.hierarchical_cache import StoreTier
-from banyan.kv_cache.radix_tree import RadixTree
+from banyan.kv_cache.radix_tree import CachedPages
 from banyan.runner.kvstore import KVStore
 from banyan.sim.replay import check
 from tests.border.build import compile_grammar
@@ -146,9 +146,9 @@ def test_pages_stored_before_their_step_is_complete_are_noticed(monkeypatch) -> 
 
     monkeypatch.setattr(StoreTier, "_write", at_once)
     monkeypatch.setattr(
-        RadixTree,
+        CachedPages,
         "attach",
-        _then(RadixTree.attach, lambda tree, node, *_: tree._on_evict(node)),
+        _then(CachedPages.attach, lambda cached, node, *_: cached._on_evict(node)),
     )
     monkeypatch.setattr(StoreTier, "on_evict", lambda self, node: self._write(node))
     assert "is stored, and it holds" in verdict()

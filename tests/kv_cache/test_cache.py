@@ -71,7 +71,7 @@ def test_pages_of_ended_requests_are_evicted_for_new_ones():
     assert cache.ledgers[0].cached == 3
     lease = lease_of(cache)
     assert cache.grow(lease, 12) is not None
-    assert cache.tree.evicted == 3
+    assert cache.cached.evicted == 3
     cache.check([lease])
 
 
@@ -98,7 +98,7 @@ def test_the_same_unit_from_two_writers_keeps_one_copy_in_the_tree():
     assert cache.ledgers[0].cached == 2 and cache.ledgers[0].held == 2
     cache.check([first, second])
     cache.release(first)
-    cache.tree.evict(0, 10)
+    cache.cached.evict(0, 10)
     assert cache.ledgers[0].cached == 2, "the second writer's path is locked"
     cache.release(second)
     cache.check([])
@@ -146,9 +146,9 @@ def test_a_prefix_is_usable_only_with_its_last_window():
     cache = make_cache(CacheGroup(FULL, 4, 40), CacheGroup(WINDOW, 4, 40, window=6))
     cache.release(fill(cache, ids(32)))
     nodes = list(cache.tree.walk(cache.weights, (ids(4, 4 * i) for i in range(8))))
-    cache.tree.drop_pages(nodes[6], 1)
+    cache.cached.drop_pages(nodes[6], 1)
     assert cache.probe(b"", ids(32), 32).tokens == 24
-    cache.tree.drop_pages(nodes[2], 1)
+    cache.cached.drop_pages(nodes[2], 1)
     assert cache.probe(b"", ids(32), 32).tokens == 24
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from banyan.base.ids import PageId
 from banyan.kv_cache.eviction import eviction_key
 from banyan.kv_cache.page_pool import NEVER_USED
-from banyan.kv_cache.radix_tree import Node, RadixTree
+from banyan.kv_cache.radix_tree import CachedPages, Node, RadixTree
 from banyan.kv_cache.sizing import FULL, WINDOW, CacheGroup
 
 UNIT = 4
@@ -105,11 +105,12 @@ class Reference:
 class Real:
     def __init__(self, policy: str) -> None:
         self.gone: list[int] = []
-        self.tree = RadixTree(
+        self.tree = RadixTree(len(GROUPS), block_size=UNIT)
+        self.cached = CachedPages(
+            self.tree,
             GROUPS,
             eviction_key(policy, POLICIES[policy]),
             lambda g, pages, epoch: self.gone.extend(pages),
-            block_size=UNIT,
         )
         self.names: dict[int, tuple[Path, int]] = {}
 
@@ -124,12 +125,12 @@ class Real:
                 node.priority = priority
                 for group in (0, 1):
                     self.names[page := 1 + len(self.names)] = (path[:end], group)
-                    self.tree.attach(node, group, [PageId(page)], NEVER_USED)
+                    self.cached.attach(node, group, [PageId(page)], NEVER_USED)
             parent = node
 
     def evict(self, group: int) -> set[tuple[Path, int]]:
         self.gone.clear()
-        self.tree.evict(group, 1)
+        self.cached.evict(group, 1)
         return {self.names[page] for page in self.gone}
 
 
@@ -154,18 +155,18 @@ def test_what_goes_is_what_the_policy_says(policy: str, actions: list) -> None:
             model.put(path, number)
         elif action == "h":
             for node in real.nodes(path):
-                real.tree.touch(node, number)
+                real.cached.touch(node, number)
             model.hit(path, number)
         elif action == "l":
             locked.append(nodes := real.nodes(path))
             for end, node in enumerate(nodes, 2):
                 model.blocks[path[:end]].locks += 1
                 for group in (0, 1):
-                    real.tree.lock(node, group)
+                    real.cached.lock(node, group)
         elif action == "u" and locked:
             for node in reversed(locked.pop()):
                 for group in (0, 1):
-                    real.tree.unlock(node, group, NEVER_USED)
+                    real.cached.unlock(node, group, NEVER_USED)
             for seen in model.blocks.values():
                 seen.locks = 0
             for nodes in locked:
@@ -176,7 +177,7 @@ def test_what_goes_is_what_the_policy_says(policy: str, actions: list) -> None:
             went, told = real.evict(group), model.evict(group)
             assert went - {(told[0], 1)} == {told} - {(told[0], 1)} if told else not went
             assert group == 0 or went == ({told} if told else set())
-        real.tree.check()
+        real.cached.check()
 
 
 def path_of(node: Node) -> Path:

@@ -53,7 +53,7 @@ class Scene:
             "kv_heads": KV_HEADS,
             "scale": self.scale,
         }
-        return operators.attend_single(**given | changed)
+        return operators.attention.attend_single(**given | changed)
 
     def together(self, operators: Operators, **changed) -> torch.Tensor:
         given = {
@@ -66,4 +66,4 @@ class Scene:
             "scale": self.scale,
             "window": 0,
         }
-        return operators.attend_together(**given | changed)
+        return operators.attention.attend_together(**given | changed)

@@ -141,7 +141,7 @@ class GroupedExperts:
             outer = torch.where((at < counts.sum()).unsqueeze(1), outer, 0)
             places = places.clamp(min=0)
             weights = torch.where((chosen >= first) & (chosen < last), weights, 0)
-        return operators.token_unpermute(outer, places, weights)
+        return operators.experts.token_unpermute(outer, places, weights)
 
     def apart(self, x: Tensor, ids: Tensor) -> Tensor:
         outer, places, _ = self._outputs(x, ids.to(torch.int32))
@@ -161,7 +161,7 @@ class GroupedExperts:
         """Results by expert, the row of each pair, and how many rows each expert has; see
         `Operators.init_routing`."""
         given = (x.contiguous(), chosen, *self._range)
-        rows, places, counts = self._operators.init_routing(*given)
+        rows, places, counts = self._operators.experts.init_routing(*given)
         inner = self._gate_up(rows, counts)
         if self._biases is None:
             return self._down(self._gated(inner), counts), places, counts
@@ -177,7 +177,7 @@ class GroupedExperts:
         x, chosen = x.contiguous(), ids.to(torch.int32)
         weights = weights.float().contiguous()
         given = (x, chosen, weights, ranks, total, limits)
-        sent = operators.dispatch(*given, is_rounded=self._gate_up.rounds)
+        sent = operators.experts.dispatch(*given, is_rounded=self._gate_up.rounds)
         inner = self._gate_up(sent.rows, sent.counts, sent.units)
         if self._biases is None:
             outer = self._down(self._gated(inner), sent.counts)
@@ -188,7 +188,7 @@ class GroupedExperts:
             inner = inner + self._biases[0][of_row]
             outer = self._down(self._gated(inner), sent.counts)
             outer = outer + self._biases[1][of_row]
-        return operators.combine(outer, sent, chosen, weights, ranks, total, limits)
+        return operators.experts.combine(outer, sent, chosen, weights, ranks, total, limits)
 
     def _rows_of(self, chosen: Tensor) -> Tensor:
         """The expert of each row, counted from the first one here; rows of other ranks come

@@ -147,7 +147,7 @@ def _latent_attention(toolkit: NpuToolkit, is_fractal: bool = False) -> Callable
         is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM) and heads <= LATENT_HEADS[-1]
         if chosen is not None and chosen.dim() == 3:  # positions, as the indexer's operator gives
             assert is_served and not is_fractal  # and none before `first`
-            rows = toolkit.operators.ends_of(q.device, row_starts, context_lengths)
+            rows = toolkit.operators.attention.ends_of(q.device, row_starts, context_lengths)
             given = (latent_pages, key_pages, chosen, page_tables.contiguous(), *rows, scale)
             return _of_chosen(toolkit.operators, q, q_turned, *given)
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
@@ -186,7 +186,7 @@ def _latent_attention(toolkit: NpuToolkit, is_fractal: bool = False) -> Callable
         keys = (latent_pages, key_pages)
         if is_fractal:
             keys = (_fractal(latent_pages).unsqueeze(1), _fractal(key_pages).unsqueeze(1))
-        attend = toolkit.operators.attend_latents
+        attend = toolkit.operators.attention.attend_latents
         if len(q) == len(lengths):
             q, q_turned = q.unsqueeze(1), q_turned.unsqueeze(1)  # [rows, 1, heads, width]
             return attend(q, q_turned, *keys, tables, None, lengths, scale)[:, 0, :heads]
@@ -215,7 +215,7 @@ def _of_chosen(
     q, q_turned = (pad(part, (0, 0, 0, room)).contiguous() for part in (q, q_turned))
     latents, keys = (pages.unsqueeze(2) for pages in (latent_pages, key_pages))
     rows = (chosen, tables, ends, lengths)
-    return operators.attend_chosen(q, q_turned, latents, keys, *rows, scale)[:, :heads]
+    return operators.attention.attend_chosen(q, q_turned, latents, keys, *rows, scale)[:, :heads]
 
 
 def _pieces(starts: list[int], lengths: list[int]) -> tuple[list[int], list[int], list[int]]:
@@ -262,14 +262,15 @@ def _choose_positions(toolkit: NpuToolkit) -> Callable[..., Tensor]:
             given = (q, q_turned, weights, key_pages, turned_pages)
             return reference.choose_positions(*given, *rows, top, first, paths)
         if paths is not None:  # both parts of a key are next to each other
-            keys, turned = key_pages.split([q.shape[-1], q_turned.shape[-1]], -1)
+            width = q.shape[-1]
+            parts = (key_pages[..., :width], key_pages[..., width:])
             rows = (page_tables, row_starts, context_lengths, top, first, paths)
-            return reference.choose_positions(q, q_turned, weights, keys, turned, *rows)
+            return reference.choose_positions(q, q_turned, weights, *parts, *rows)
         query = torch.cat([q, q_turned], -1)
-        rows = operators.ends_of(q.device, row_starts, context_lengths)
+        rows = operators.attention.ends_of(q.device, row_starts, context_lengths)
         given = (weights.contiguous(), page_tables.contiguous(), *rows)
         asked = count_from(top + first)
-        chosen = operators.choose_positions(query, key_pages.unsqueeze(2), *given, asked)
+        chosen = operators.attention.choose_positions(query, key_pages.unsqueeze(2), *given, asked)
         return _from_first(chosen, top) if first else chosen
 
     return run

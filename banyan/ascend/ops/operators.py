@@ -167,53 +167,18 @@ class Sent:
     weights: Tensor | None = None
 
 
-class Operators:
-    """
+class AttentionOperators:
+    """Attention over pages: of keys and values, of latents, and of chosen positions.
+
     Args:
-        is_checked: hold each call against its contract; costs microseconds per call.
-        namespace: what has the operators, where it is not torch_npu.
-        keeps_plain: weights stay in the order of their numbers.
+        is_checked, npu: as for `LatentOperators`.
     """
 
-    def __init__(self, is_checked: bool, namespace: Any = None, keeps_plain: bool = False) -> None:
+    def __init__(self, is_checked: bool, npu: Any) -> None:
         self._is_checked = is_checked
-        self.keeps_plain = keeps_plain
-        self.warn = Once(log)
-        self._npu = torch.ops.npu if namespace is None else namespace
-        self.latents = LatentOperators(is_checked, self._npu)
-        self.four_bits = FourBitOperators(is_checked, self._npu)
+        self._npu = npu
         self._triangles: dict[torch.device, Tensor] = {}
         self._rows: tuple[torch.device, list[int], list[int], Tensor] | None = None
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if self._is_checked:
-            contracts.rms_norm(x, weight)
-        return self._npu.npu_rms_norm(x, weight, eps)[0]
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        if self._is_checked:
-            contracts.add_rms_norm(x, residual, weight)
-        normed, _, total = self._npu.npu_add_rms_norm(x, residual, weight, eps)
-        return normed, total
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        if self._is_checked:
-            contracts.swiglu(gate_up)
-        return self._npu.npu_swiglu(gate_up, dim=-1)
-
-    def rotary_mul(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [1, tokens, heads, dim]; cos, sin: [1, tokens, 1, dim], both halves alike."""
-        if self._is_checked:
-            contracts.rotary_mul(x, cos, sin)
-        return self._npu.npu_rotary_mul(x, cos, sin, rotary_mode="half")
-
-    def scatter(self, pages: Tensor, indices: Tensor, updates: Tensor) -> None:
-        """pages: [places, …], changed; indices: [n, 1]; updates: [n, …]."""
-        if self._is_checked:
-            contracts.scatter_nd_update(pages, indices, updates)
-        self._npu.npu_scatter_nd_update_(pages, indices, updates)
 
     def attend_single(
         self,
@@ -370,6 +335,48 @@ class Operators:
             self._rows = (device, starts, contexts, there)
         return self._rows[3][0], self._rows[3][1]
 
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        given: dict[str, Any],
+        window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if given["sparse_mode"] != ALL:
+            given["atten_mask"] = self._triangle(query.device)
+        if self._is_checked:
+            contracts.fused_infer_attention(query, key, value, learnable_sink=sinks, **given)
+        given["scale"] = scale
+        if window:
+            given |= {"pre_tokens": window - 1, "next_tokens": 0}
+        if sinks is None:
+            return self._npu.npu_fused_infer_attention_score(query, key, value, **given)[0]
+        given = {_NEWER_NAMES.get(name, name): each for name, each in given.items()}
+        attend = self._npu.npu_fused_infer_attention_score_v2
+        return attend(query, key, value, learnable_sink=sinks, **given)[0]
+
+    def _triangle(self, device: torch.device) -> Tensor:
+        """What no position sees: everything above the diagonal."""
+        if device not in self._triangles:
+            whole = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool)
+            self._triangles[device] = whole.triu(1).to(device)
+        return self._triangles[device]
+
+
+class ExpertOperators:
+    """Experts: which rows they get, their products, exchanges of rows between ranks, and the sums.
+
+    Args:
+        is_checked, npu: as for `LatentOperators`.
+    """
+
+    def __init__(self, is_checked: bool, npu: Any) -> None:
+        self._is_checked = is_checked
+        self._npu = npu
+
     def init_routing(
         self, x: Tensor, ids: Tensor, first: int, last: int, experts: int
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -486,6 +493,55 @@ class Operators:
             product_contracts.token_unpermute(rows, places, weights)
         return self._npu.npu_moe_token_unpermute(rows, places, probs=weights)
 
+
+class Operators:
+    """
+    Args:
+        is_checked: hold each call against its contract; costs microseconds per call.
+        namespace: what has the operators, where it is not torch_npu.
+        keeps_plain: weights stay in the order of their numbers.
+    """
+
+    def __init__(self, is_checked: bool, namespace: Any = None, keeps_plain: bool = False) -> None:
+        self._is_checked = is_checked
+        self.keeps_plain = keeps_plain
+        self.warn = Once(log)
+        self._npu = torch.ops.npu if namespace is None else namespace
+        self.latents = LatentOperators(is_checked, self._npu)
+        self.four_bits = FourBitOperators(is_checked, self._npu)
+        self.attention = AttentionOperators(is_checked, self._npu)
+        self.experts = ExpertOperators(is_checked, self._npu)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if self._is_checked:
+            contracts.rms_norm(x, weight)
+        return self._npu.npu_rms_norm(x, weight, eps)[0]
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if self._is_checked:
+            contracts.add_rms_norm(x, residual, weight)
+        normed, _, total = self._npu.npu_add_rms_norm(x, residual, weight, eps)
+        return normed, total
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        if self._is_checked:
+            contracts.swiglu(gate_up)
+        return self._npu.npu_swiglu(gate_up, dim=-1)
+
+    def rotary_mul(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [1, tokens, heads, dim]; cos, sin: [1, tokens, 1, dim], both halves alike."""
+        if self._is_checked:
+            contracts.rotary_mul(x, cos, sin)
+        return self._npu.npu_rotary_mul(x, cos, sin, rotary_mode="half")
+
+    def scatter(self, pages: Tensor, indices: Tensor, updates: Tensor) -> None:
+        """pages: [places, …], changed; indices: [n, 1]; updates: [n, …]."""
+        if self._is_checked:
+            contracts.scatter_nd_update(pages, indices, updates)
+        self._npu.npu_scatter_nd_update_(pages, indices, updates)
+
     def dynamic_quant(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [tokens, dim]; returns int8 numbers of its shape, and the unit of each token, fp32."""
         if self._is_checked:
@@ -523,36 +579,6 @@ class Operators:
             product_contracts.quant_matmul(x, columns, scale, dtype, pertoken_scale, bias)
         given = {"pertoken_scale": pertoken_scale, "bias": bias, "output_dtype": dtype}
         return self._npu.npu_quant_matmul(x, columns, scale, **given)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        given: dict[str, Any],
-        window: int = 0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        if given["sparse_mode"] != ALL:
-            given["atten_mask"] = self._triangle(query.device)
-        if self._is_checked:
-            contracts.fused_infer_attention(query, key, value, learnable_sink=sinks, **given)
-        given["scale"] = scale
-        if window:
-            given |= {"pre_tokens": window - 1, "next_tokens": 0}
-        if sinks is None:
-            return self._npu.npu_fused_infer_attention_score(query, key, value, **given)[0]
-        given = {_NEWER_NAMES.get(name, name): each for name, each in given.items()}
-        attend = self._npu.npu_fused_infer_attention_score_v2
-        return attend(query, key, value, learnable_sink=sinks, **given)[0]
-
-    def _triangle(self, device: torch.device) -> Tensor:
-        """What no position sees: everything above the diagonal."""
-        if device not in self._triangles:
-            whole = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool)
-            self._triangles[device] = whole.triu(1).to(device)
-        return self._triangles[device]
 
 
 def _given(

@@ -177,22 +177,26 @@ class _Rows:
         each = query.unsqueeze(1)
         given = (tables, lengths, self.kv_heads, self.scale)
         if not self.window:
-            return self.operators.attend_single(each, *self.pages, *given, self.sinks).squeeze(1)
+            return self.operators.attention.attend_single(
+                each, *self.pages, *given, self.sinks
+            ).squeeze(1)
         # The operator applies windows only to rows of several tokens, so each token comes twice.
         pairs = torch.cat([each, each], dim=1)
-        found = self.operators.attend_rows(pairs, *self.pages, *given, self.window, self.sinks)
+        found = self.operators.attention.attend_rows(
+            pairs, *self.pages, *given, self.window, self.sinks
+        )
         return found[:, 1]
 
     def together(
         self, query: Tensor, tables: Tensor, starts: list[int], lengths: list[int]
     ) -> Tensor:
         given = (tables, starts[1:], lengths, self.kv_heads, self.scale, self.window, self.sinks)
-        return self.operators.attend_together(query, *self.pages, *given)
+        return self.operators.attention.attend_together(query, *self.pages, *given)
 
     def alike(self, query: Tensor, tables: Tensor, lengths: list[int]) -> Tensor:
         """Rows of as many tokens each. query: [rows, tokens, heads, head_dim]"""
         given = (tables, lengths, self.kv_heads, self.scale, self.window, self.sinks)
-        return self.operators.attend_rows(query, *self.pages, *given).flatten(0, 1)
+        return self.operators.attention.attend_rows(query, *self.pages, *given).flatten(0, 1)
 
     def one_by_one(
         self, query: Tensor, tables: Tensor, starts: list[int], lengths: list[int]
@@ -205,7 +209,7 @@ class _Rows:
                 found.append(self.single(mine, where, [length]))
                 continue
             given = (where, [length], self.kv_heads, self.scale, self.window, self.sinks)
-            found.append(self.operators.attend_rows(mine[None], *self.pages, *given)[0])
+            found.append(self.operators.attention.attend_rows(mine[None], *self.pages, *given)[0])
         return torch.cat(found)
 
 

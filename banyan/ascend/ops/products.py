@@ -61,7 +61,7 @@ class GroupedProduct:
     def __call__(self, rows: Tensor, counts: Tensor, units: Tensor | None = None) -> Tensor:
         """rows: [rows, in], by expert; counts: [experts], rows of each; returns [rows, out]."""
         assert units is None
-        return self._operators.grouped_matmul(rows, self._columns, counts)
+        return self._operators.experts.grouped_matmul(rows, self._columns, counts)
 
 
 class RoundedProduct(GroupedProduct):
@@ -92,7 +92,7 @@ class RoundedProduct(GroupedProduct):
         if units is None:
             rows, units = self._operators.dynamic_quant(rows)
         given = (self._scale, units, self._dtype)
-        return self._operators.grouped_quant_matmul(rows, self._columns, counts, *given)
+        return self._operators.experts.grouped_quant_matmul(rows, self._columns, counts, *given)
 
 
 @dataclass(frozen=True)

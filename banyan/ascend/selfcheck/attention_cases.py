@@ -155,7 +155,9 @@ def _attention(dtype: torch.dtype, dim: int, kind: str) -> Iterator[Case]:
         query = place(scene.query([1] * len(rows)).unsqueeze(1))
         lengths, table = list(LENGTHS), place(scene.table)
         pages = scene.pages(place)
-        out = operators.attend_single(query, *pages, table, lengths, KV_HEADS, scene.scale)
+        out = operators.attention.attend_single(
+            query, *pages, table, lengths, KV_HEADS, scene.scale
+        )
         return [out.squeeze(1)]
 
     if dim == 64:
@@ -182,7 +184,9 @@ def _one_row(scene: _Scene, operator: str, kind: str, window: int) -> Case:
         table = place(scene.table[row : row + 1])
         pages = scene.pages(place)
         lengths = [LENGTHS[row]]
-        out = operators.attend_rows(query, *pages, table, lengths, KV_HEADS, scene.scale, window)
+        out = operators.attention.attend_rows(
+            query, *pages, table, lengths, KV_HEADS, scene.scale, window
+        )
         return [out.squeeze(0)]
 
     def wanted() -> list[Tensor]:
@@ -197,7 +201,7 @@ def _together(scene: _Scene, operator: str, kind: str, window: int) -> Case:
         query, table = place(scene.query(COUNTS)), place(scene.table)
         pages = scene.pages(place)
         return [
-            operators.attend_together(
+            operators.attention.attend_together(
                 query, *pages, table, ends, list(LENGTHS), KV_HEADS, scene.scale, window
             )
         ]
@@ -216,7 +220,9 @@ def _sinks(scene: _Scene, operator: str, kind: str) -> Case:
     def run(operators: Operators, place: Place) -> list[Tensor]:
         query = place(scene.query([1] * len(rows)).unsqueeze(1).repeat(1, 2, 1, 1))
         where = (place(scene.table), list(LENGTHS), KV_HEADS, scene.scale, window)
-        return [operators.attend_rows(query, *scene.pages(place), *where, place(sinks))[:, 1]]
+        return [
+            operators.attention.attend_rows(query, *scene.pages(place), *where, place(sinks))[:, 1]
+        ]
 
     def wanted() -> list[Tensor]:
         return [scene.wanted(rows, [1] * len(rows), window, sinks.float())]
@@ -242,7 +248,9 @@ def _latents(dtype: torch.dtype, kind: str) -> Iterator[Case]:
             pages = (latents, keys)
             if is_fractal:  # one head
                 pages = (as_fractal(latents).unsqueeze(1), as_fractal(keys).unsqueeze(1))
-            out = operators.attend_latents(one, two, place(pages[0]), place(pages[1]), *where)
+            out = operators.attention.attend_latents(
+                one, two, place(pages[0]), place(pages[1]), *where
+            )
             return [out.squeeze(1) if is_single else out]
 
         def wanted() -> list[Tensor]:
@@ -289,7 +297,7 @@ def _sparse(dtype: torch.dtype, kind: str) -> Iterator[Case]:
     def choose(operators: Operators, place: Place) -> list[Tensor]:
         q, keys, shares = map(place, small)
         of_rows, ends, lengths = map(place, rows)
-        found = operators.choose_positions(q, keys, shares, of_rows, ends, lengths, top)
+        found = operators.attention.choose_positions(q, keys, shares, of_rows, ends, lengths, top)
         return [found.sort(-1, descending=True).values]
 
     def chosen_down() -> list[Tensor]:
@@ -304,7 +312,7 @@ def _sparse(dtype: torch.dtype, kind: str) -> Iterator[Case]:
         one, two, three, four = map(place, (q, turned, latents, keys))
         where, ends, lengths = map(place, rows)
         given = (place(places), where, ends, lengths, scale)
-        return [operators.attend_chosen(one, two, three, four, *given)]
+        return [operators.attention.attend_chosen(one, two, three, four, *given)]
 
     def attended() -> list[Tensor]:
         one, two, three, four = (

@@ -47,21 +47,21 @@ def _experts(dtype: torch.dtype, kind: str) -> Iterator[Case]:
     yield Case(
         "npu_moe_init_routing_v2",
         kind,
-        lambda ops, place: ops.init_routing(place(x), place(ids), 0, experts, experts),
+        lambda ops, place: ops.experts.init_routing(place(x), place(ids), 0, experts, experts),
         lambda: [rows, places, counts],
         0.0,
     )
     yield Case(
         "npu_grouped_matmul",
         kind,
-        lambda ops, place: [ops.grouped_matmul(place(rows), place(weight), place(counts))],
+        lambda ops, place: [ops.experts.grouped_matmul(place(rows), place(weight), place(counts))],
         multiplied,
         SLACK[dtype],
     )
     yield Case(
         "npu_moe_token_unpermute",
         kind,
-        lambda ops, place: [ops.token_unpermute(place(rows), place(places), place(shares))],
+        lambda ops, place: [ops.experts.token_unpermute(place(rows), place(places), place(shares))],
         together,
         SLACK[dtype],
     )
@@ -121,7 +121,9 @@ def _int8_products(dtype: torch.dtype, kind: str) -> Iterator[Case]:
 
     def by_group(ops: Operators, place: Place) -> list[Tensor]:
         given = (place(counts), place(factors), place(units), dtype)
-        return [ops.grouped_quant_matmul(place(numbers), ops.cast_fractal(place(many)), *given)]
+        return [
+            ops.experts.grouped_quant_matmul(place(numbers), ops.cast_fractal(place(many)), *given)
+        ]
 
     each = [numbers[:2].int() @ many[0].int(), numbers[2:].int() @ many[1].int()]
     wanted = torch.cat([part.float() * factors[at].float() for at, part in enumerate(each)])

@@ -165,6 +165,15 @@ FLAGS = (
         proof="tests/system/test_memory.py::test_the_pages_of_the_cache_go_and_come_back_empty",
     ),
     Flag(
+        "enable-weights-cpu-backup",
+        "device.weights_backup",
+        "with --enable-memory-saver: released weights of a device stay in host memory, so resuming "
+        "reads no files",
+        kind=SWITCH,
+        proof="tests/ascend/emulation/test_memory_saver.py"
+        "::test_weights_with_a_backup_come_back_without_their_files",
+    ),
+    Flag(
         "threads",
         "parallel.threads",
         "CPU threads per rank; default: usable cores divided by the number of ranks",

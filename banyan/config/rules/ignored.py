@@ -136,6 +136,11 @@ _RULES = (
         "without --enable-priority-scheduling it is the same as lru",
     ),
     _Ignored(
+        "enable-weights-cpu-backup",
+        lambda c: not c.device.memory_saver,
+        "weights are not released without --enable-memory-saver",
+    ),
+    _Ignored(
         "offload-num-in-group",
         lambda c: c.device.offload_group < 1,
         "there are no groups without --offload-group-size",

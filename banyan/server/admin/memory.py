@@ -127,7 +127,7 @@ async def _tags(exchange: HttpExchange, state: ServerState, default: Sequence[st
         return list(default)
     if len(given) > _MAX_TAGS:
         raise RequestError(f"{len(given)} tags; {_MAX_TAGS} are legal.", param="tags")
-    if GRAPHS in given and facts_of(state.config).is_host:
+    if GRAPHS in given and not facts_of(state.config).has_graphs:
         exchange.context.warn_or_refuse("tags", f"there is no {GRAPHS} to be released")
         given = [tag for tag in given if tag != GRAPHS]
     if unknown := [tag for tag in given if tag not in MEMORY_TAGS]:

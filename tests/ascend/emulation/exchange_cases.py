@@ -30,8 +30,8 @@ def exchange_cases(ranks: Ranks = SOMEWHERE, limits: Dispatch = A3) -> Iterator[
             given: tuple[Tensor, Tensor, Tensor] = (x, ids, weights),
         ) -> list[Tensor]:
             rows, chosen, shares = place(given[0]), place(given[1]), place(given[2])
-            sent = ops.dispatch(rows, chosen, shares, ranks, _EXPERTS, limits)
-            return [ops.combine(sent.rows, sent, chosen, shares, ranks, _EXPERTS, limits)]
+            sent = ops.experts.dispatch(rows, chosen, shares, ranks, _EXPERTS, limits)
+            return [ops.experts.combine(sent.rows, sent, chosen, shares, ranks, _EXPERTS, limits)]
 
         # Rows that experts leave as they are, with weights of a sum of one.
         for operator in ("npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"):

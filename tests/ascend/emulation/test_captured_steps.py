@@ -10,7 +10,7 @@ import pytest
 
 import banyan
 from banyan.ascend.ops.contracts import ContractError
-from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.operators import AttentionOperators
 from banyan.ascend.platform import _LengthGraph
 from banyan.base.errors import BanyanError
 from banyan.runner.batch import Batch
@@ -107,7 +107,7 @@ class Watch:
 
     def find_wrong(self, patch: pytest.MonkeyPatch) -> None:
         """In graphs that find the lengths of their rows on the device."""
-        work, ends_of = CapturedForward._work, Operators.ends_of
+        work, ends_of = CapturedForward._work, AttentionOperators.ends_of
 
         def noted(forward: CapturedForward, rows: int, count: int = 1):
             inner = work(forward, rows, count)
@@ -119,13 +119,13 @@ class Watch:
 
             return run
 
-        def late(operators: Operators, device, starts, contexts) -> tuple:
+        def late(operators: AttentionOperators, device, starts, contexts) -> tuple:
             ends, lengths = ends_of(operators, device, starts, contexts)
             is_wrong = self.at_work and self.at_work == self.wrong[1]
             return ends, lengths - (lengths > 25).int() if is_wrong else lengths
 
         patch.setattr(CapturedForward, "_work", noted)
-        patch.setattr(Operators, "ends_of", late)
+        patch.setattr(AttentionOperators, "ends_of", late)
 
 
 def ask(engine: banyan.Engine, rows: int, tokens: int) -> None:

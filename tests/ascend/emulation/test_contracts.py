@@ -70,7 +70,7 @@ class TestNumbers:
     @pytest.mark.parametrize("window", [0, 20])
     def test_one_row(self, operators, scene, window):
         q = random(1, 30, HEADS, 64)
-        got = operators.attend_rows(
+        got = operators.attention.attend_rows(
             *(scene.on(q), *scene.pages, scene.on(scene.table[1:2]), LENGTHS[1:2], KV_HEADS),
             *(scene.scale, window),
         )

@@ -202,15 +202,19 @@ def refuse(rank: int, size: int, address: str) -> list[str]:
     far = Ranks(ranks.name, 1 - rank, 2)
     wide = torch.zeros(200, 7168, dtype=torch.float16, device=device)
     many = torch.zeros(200, PER_TOKEN, dtype=torch.int32, device=device)
-    sent = operators.dispatch(x, small, share, ranks, EXPERTS, limits)
+    sent = operators.experts.dispatch(x, small, share, ranks, EXPERTS, limits)
     tries = [
-        lambda: operators.dispatch(x, small + EXPERTS, share, ranks, EXPERTS, limits),
-        lambda: operators.dispatch(x, small, share, Ranks("nobody", rank, 2), EXPERTS, limits),
-        lambda: operators.dispatch(x, small, share, far, EXPERTS, limits),
-        lambda: operators.dispatch(wide, many, many.float(), ranks, EXPERTS, limits),
-        lambda: operators.combine(sent.rows[:5], sent, small, share, ranks, EXPERTS, limits),
+        lambda: operators.experts.dispatch(x, small + EXPERTS, share, ranks, EXPERTS, limits),
+        lambda: operators.experts.dispatch(
+            x, small, share, Ranks("nobody", rank, 2), EXPERTS, limits
+        ),
+        lambda: operators.experts.dispatch(x, small, share, far, EXPERTS, limits),
+        lambda: operators.experts.dispatch(wide, many, many.float(), ranks, EXPERTS, limits),
+        lambda: operators.experts.combine(
+            sent.rows[:5], sent, small, share, ranks, EXPERTS, limits
+        ),
         lambda: groups.exchange.all_reduce(x),
-        lambda: operators.dispatch(x[:, ::2], small, share, ranks, EXPERTS, limits),
+        lambda: operators.experts.dispatch(x[:, ::2], small, share, ranks, EXPERTS, limits),
     ]
     told = []
     for each in tries:

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.ascend.ops import operators as operators_of
-from banyan.ascend.ops.operators import FourBitOperators, Operators
+from banyan.ascend.ops.operators import ExpertOperators, FourBitOperators, Operators
 from banyan.ascend.ops.products import (
     FourBitLinear,
     FourBitProduct,
@@ -52,7 +52,7 @@ def test_a_checkpoint_stays_packed_and_is_multiplied_so(npu, tmp_path, monkeypat
 
     for name in multiplied:
         watch(name)
-    monkeypatch.delattr(Operators, "grouped_matmul")
+    monkeypatch.delattr(ExpertOperators, "grouped_matmul")
     exact = scores(meant, "cpu", dtype="float32", cpu_activations="fp32", **BARE)
     found = scores(quantised, "npu", **BARE)
     assert np.median(np.abs(found - exact)) < 0.05 * exact.std()

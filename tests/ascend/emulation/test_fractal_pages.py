@@ -10,7 +10,7 @@ from torch import Tensor
 
 from banyan.ascend.ops import latent_attention
 from banyan.ascend.ops.contracts import ContractError
-from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.operators import AttentionOperators, Operators
 from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ascend.selfcheck.attention_cases import as_fractal
 from banyan.ops.bind import bind
@@ -29,13 +29,13 @@ def told(found: list[dict]) -> list[tuple]:
 @pytest.fixture
 def read(monkeypatch) -> set[tuple[int, ...]]:
     """Shapes of a page of latents as attention reads it."""
-    found, attend = set[tuple[int, ...]](), Operators.attend_latents
+    found, attend = set[tuple[int, ...]](), AttentionOperators.attend_latents
 
-    def watched(operators: Operators, q, turned, latents, *given) -> Tensor:
+    def watched(operators: AttentionOperators, q, turned, latents, *given) -> Tensor:
         found.add(tuple(latents.shape[1:]))
         return attend(operators, q, turned, latents, *given)
 
-    monkeypatch.setattr(Operators, "attend_latents", watched)
+    monkeypatch.setattr(AttentionOperators, "attend_latents", watched)
     return found
 
 

@@ -1,6 +1,7 @@
 """Memory of an emulated NPU that is released while the engine runs, and taken again: the device has
 it in between, and answers are bit for bit the same afterwards."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from banyan.llm import Engine
 from tests.ascend.emulation.device import EmulatedNpu
 from tests.models.families import tiny
+from tests.support.emulated import LATENT
 from tests.support.emulated_ranks import CAPTURED, EAGER, start
 
 PROMPT = [i * 7 % 90 + 5 for i in range(300)]
@@ -74,3 +76,22 @@ def test_every_rank_releases_its_memory(npu: EmulatedNpu, model: Path, ranks: di
         engine.release_memory_occupation()
         engine.resume_memory_occupation()
         assert ask(engine) == first
+
+
+@pytest.mark.parametrize(
+    ("variant", "steps"), [("qwen3", CAPTURED), ("qwen3 moe", EAGER), ("deepseek v3", CAPTURED)]
+)
+def test_weights_with_a_backup_come_back_without_their_files(
+    npu: EmulatedNpu, tmp_path: Path, variant: str, steps: dict
+) -> None:
+    shape = LATENT if variant == "deepseek v3" else {"head_dim": 16}
+    tiny(variant, tmp_path / "model", max_position_embeddings=512, **shape)
+    flags = FLAGS | {"enable_weights_cpu_backup": True}
+    with start(tmp_path / "model", **flags, **steps) as engine:
+        first, full = ask(engine), used()
+        shutil.rmtree(tmp_path / "model")
+        for tags in (["weights"], None):
+            engine.release_memory_occupation(tags)
+            assert used() < full
+            engine.resume_memory_occupation(tags)
+            assert ask(engine) == first

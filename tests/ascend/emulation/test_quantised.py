@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.ascend.ops.contracts import ContractError
-from banyan.ascend.ops.operators import Operators
+from banyan.ascend.ops.operators import ExpertOperators, Operators
 from banyan.ascend.ops.products import RoundedLinear, linear_kernel
 from banyan.ascend.ops.toolkit import NpuToolkit
 from banyan.ops.activation_quant import Rounding
@@ -104,14 +104,14 @@ def test_experts_of_a_checkpoint_are_multiplied_in_8_bits(npu, tmp_path, monkeyp
         tiny("qwen3 moe", folder, hidden_size=64, moe_intermediate_size=32, head_dim=64)
     weights = rewrite_weights(quantised, FORMS["modelslim, dynamic"])
     save_file(load_file(meant / "model.safetensors") | weights, meant / "model.safetensors")
-    multiplied, multiply = list[tuple[int, ...]](), Operators.grouped_quant_matmul
+    multiplied, multiply = list[tuple[int, ...]](), ExpertOperators.grouped_quant_matmul
 
     def multiplying(operators: Operators, x: torch.Tensor, columns, *given):
         multiplied.append(tuple(columns.shape))
         return multiply(operators, x, columns, *given)
 
-    monkeypatch.setattr(Operators, "grouped_quant_matmul", multiplying)
-    monkeypatch.delattr(Operators, "grouped_matmul")
+    monkeypatch.setattr(ExpertOperators, "grouped_quant_matmul", multiplying)
+    monkeypatch.delattr(ExpertOperators, "grouped_matmul")
     exact = scores(meant, "cpu", dtype="float32", cpu_activations="fp32", **BARE)
     found = scores(quantised, "npu", **BARE)
     assert np.median(np.abs(found - exact)) < 0.05 * exact.std()

@@ -37,7 +37,7 @@ def choose(on, operators: Operators, **changed) -> torch.Tensor:
         "top": TOP,
     }
     given = given | rows() | changed
-    return operators.choose_positions(
+    return operators.attention.choose_positions(
         **{k: on(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
     )
 
@@ -54,7 +54,7 @@ def attend(on, operators: Operators, **changed) -> torch.Tensor:
         "scale": 0.1,
     }
     given = given | rows() | changed
-    return operators.attend_chosen(
+    return operators.attention.attend_chosen(
         **{k: on(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
     )
 

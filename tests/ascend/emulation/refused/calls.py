@@ -79,22 +79,22 @@ def attention(operators: Operators, given: Given) -> None:
 
 def _single(operators: Operators, given: Given) -> None:
     parts = (given[name] for name in ("query", "key", "value", "block_table"))
-    operators.attend_single(*parts, [130, 257, 5], 2, 0.1, given["learnable_sink"])
+    operators.attention.attend_single(*parts, [130, 257, 5], 2, 0.1, given["learnable_sink"])
 
 
 def _rows(operators: Operators, given: Given) -> None:
     parts = (given[name] for name in ("query", "key", "value", "block_table"))
-    operators.attend_rows(*parts, [130, 257, 5], 2, 0.1, 0)
+    operators.attention.attend_rows(*parts, [130, 257, 5], 2, 0.1, 0)
 
 
 def _together(operators: Operators, given: Given) -> None:
     parts = (given[name] for name in ("query", "key", "value", "block_table"))
-    operators.attend_together(*parts, [10, 40, 45], [130, 257, 5], 2, 0.1, 20)
+    operators.attention.attend_together(*parts, [10, 40, 45], [130, 257, 5], 2, 0.1, 20)
 
 
 def _latents(operators: Operators, given: Given) -> None:
     names = ("query", "query_rope", "key", "key_rope", "block_table")
-    operators.attend_latents(*(given[name] for name in names), None, [130, 257, 25], 0.1)
+    operators.attention.attend_latents(*(given[name] for name in names), None, [130, 257, 25], 0.1)
 
 
 def _combine(operators: Operators, given: Given) -> None:
@@ -102,12 +102,12 @@ def _combine(operators: Operators, given: Given) -> None:
     rows, places, received = (given[name] for name in parts)
     sent = Sent(rows, None, ints(2), places, received)
     rest = (given["ranks"], given["experts"], A3)
-    operators.combine(rows, sent, given["expert_ids"], given["expert_scales"], *rest)
+    operators.experts.combine(rows, sent, given["expert_ids"], given["expert_scales"], *rest)
 
 
 def _dispatch(operators: Operators, given: Given) -> None:
     names = ("x", "expert_ids", "expert_scales", "ranks", "experts")
-    operators.dispatch(*(given[name] for name in names), A3)
+    operators.experts.dispatch(*(given[name] for name in names), A3)
 
 
 def _prolog(operators: Operators, given: Given) -> None:
