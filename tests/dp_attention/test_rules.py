@@ -61,11 +61,6 @@ def test_heads_are_cut_over_one_replica_and_columns_over_all() -> None:
             "cannot be combined with --speculative-algorithm NEXTN without --enable-dp-lm-head",
         ),
         (
-            ("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
-            MODEL_CONFIG,
-            "--enable-dp-attention cannot be combined with --hicache-storage-backend",
-        ),
-        (
             ("--model-impl", "transformers"),
             MODEL_CONFIG,
             "--enable-dp-attention cannot be combined with --model-impl trans",

@@ -212,7 +212,7 @@ def test_a_folder_goes_to_a_file_and_back(tmp_path, capsys):
     assert all(torch.equal(found[name], before[name].float()) for name in before)
     mine, its = (load_tokenizer(str(tmp_path / name)) for name in ("in", "out"))
     assert mine.encode(WORDS) == its.encode(WORDS)
-    assert (mine.chat_template, mine.eos_ids) == (its.chat_template, its.eos_ids)
+    assert (mine.facts.chat_template, mine.eos_ids) == (its.facts.chat_template, its.eos_ids)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs(WORDS)["input_ids"] == mine.encode(WORDS)
     chat = [{"role": "user", "content": "Hello"}]
@@ -304,7 +304,7 @@ def test_every_architecture_is_written_or_refused_by_name():
             assert name in str(error) and form.architecture in str(error)
             refused.add(name)
     page = (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
-    told = page.partition("a folder is not made of: ")[2].partition(".")[0].replace("\n", " ")
+    told = page.partition("These architectures are refused: ")[2].partition(".")[0].replace("\n", " ")
     assert refused == {name.strip("` ") for name in told.split(",")}
 
 
