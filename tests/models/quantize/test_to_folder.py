@@ -304,7 +304,9 @@ def test_every_architecture_is_written_or_refused_by_name():
             assert name in str(error) and form.architecture in str(error)
             refused.add(name)
     page = (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
-    told = page.partition("These architectures are refused: ")[2].partition(".")[0].replace("\n", " ")
+    told = (
+        page.partition("These architectures are refused: ")[2].partition(".")[0].replace("\n", " ")
+    )
     assert refused == {name.strip("` ") for name in told.split(",")}
 
 
