@@ -36,7 +36,7 @@ _WAYS_OUT = (
     ('"uniqueItems"', "", "Leave uniqueItems out; in pydantic, write list[…] for set[…]"),
     (
         "NoExtensionBias",
-        "the schema allows no value that ends: it refers to itself alone",
+        "it allows no value that ends: it refers to itself alone",
         "Give it a branch without the reference",
     ),
     ("Unimplemented keys", "", "Leave them out of the schema"),

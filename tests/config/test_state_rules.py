@@ -70,7 +70,6 @@ def test_a_flag_about_states_is_idle_without_them(line: str, caplog) -> None:
     "line",
     [
         "--mamba-ssm-dtype bfloat16",
-        "--mamba-scheduler-strategy no_buffer",
         "--mamba-radix-cache-strategy extra_buffer_lazy",
     ],
 )

@@ -86,7 +86,7 @@ def test_each_prompt_of_a_list_may_name_its_own_adapter(site_with_adapters: Site
         assert answer.status_code == 400 and text in answer.text
     answer = post(http, prompt=["x", "y"], model="a", lora_path=["a", "b"])
     assert answer.status_code == 400 and "another one" in answer.text
-    many = post(http, prompt=["x"] * 100_000, lora_path=["c"] * 100_000)
+    many = post(http, prompt=["x"] * 40_000, lora_path=["c"] * 40_000)
     assert many.status_code == 400 and "prompt" in many.text
     user = [{"role": "user", "content": "hi"}]
     chat = http.post("/v1/chat/completions", json={"messages": user, "lora_path": ["b"]})
@@ -155,7 +155,7 @@ def test_the_official_client_reads_the_stream(client: openai.OpenAI) -> None:
         ({"prompt": [261]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": [0] * 1_000_000}, "prompt"),
-        ({"prompt": ["a"] * 1_000_000}, "prompt"),
+        ({"prompt": ["a"] * 90_000}, "prompt"),
         ({"prompt": ["a"] * 100, "n": 128}, "n"),
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
