@@ -464,7 +464,7 @@ class ModelRunner:
         if scored is None or scores is None:
             return here, None, verified
         entries = np.flatnonzero(scored.is_sampled)
-        if len(entries):
+        if len(entries) and not self._ranks.rank:
             rows = batch.outputs_at(scored.row[entries], scored.position[entries])
             if verified is not None:
                 rows = verified.places[rows]
