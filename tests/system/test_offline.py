@@ -45,8 +45,9 @@ def test_every_prompt_may_have_its_own_parameters(engine):
 
 
 def test_a_stream_grows_into_the_whole_answer(engine):
-    whole = engine.generate(prompt="The banyan grows", sampling_params=PARAMS)
-    chunks = list(engine.generate(prompt="The banyan grows", sampling_params=PARAMS, stream=True))
+    long = PARAMS | {"max_new_tokens": 200, "ignore_eos": True}  # too long to come in one piece
+    whole = engine.generate(prompt="The banyan grows", sampling_params=long)
+    chunks = list(engine.generate(prompt="The banyan grows", sampling_params=long, stream=True))
     assert len(chunks) > 1
     assert chunks[-1]["text"] == whole["text"]
     texts = [c["text"] for c in chunks]
