@@ -184,7 +184,7 @@ def test_an_endpoint_says_how_spans_are_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "extra"), [("http://h:1", r"banyan\[traces\]"), ("h:1", r"banyan\[traces-grpc\]")]
+    ("endpoint", "extra"), [("http://h:1", r"\[traces\]"), ("h:1", r"\[traces-grpc\]")]
 )
 def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, endpoint: str, extra: str
