@@ -1,6 +1,6 @@
 """Log-probabilities of known and sampled tokens.
 
-A prompt token's value is log_softmax of the raw logits. An output token's value is that of the
+A prompt token's value is log_softmax of the raw logits. An output token's value comes from the
 distribution it is drawn from, before top_k, top_p and min_p: log_softmax of the logits after the
 grammar mask, biases and penalties, divided by the temperature (1 if greedy). With
 `RunnerConfig.raw_logprobs` it is log_softmax of the raw logits too.

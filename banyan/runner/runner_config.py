@@ -27,7 +27,7 @@ class RunnerConfig:
         carried: width of the extra input of each token (hidden states); 0 = none.
         aux_hidden_layers: layers whose inputs are kept as auxiliary hidden states.
         branching: longest path of a draft tree, from the newest token on; 0 = drafts are chains.
-        raw_logprobs: output log-probabilities are those of the raw logits.
+        raw_logprobs: report log-probabilities of the raw logits for outputs.
         reads_all: hidden states or expert choices are read for every token, on at least one rank.
     """
 
