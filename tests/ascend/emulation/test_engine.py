@@ -200,12 +200,12 @@ def test_the_cache_is_as_large_as_the_memory_of_the_device_allows(start, npu: Em
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"dtype": "float32"}, "no kernel of npu computes on such activations"),
-        ({"quantization": "int8"}, "does not exist on npu"),
-        ({"page_size": 16}, "multiples of 128 from 128 to 512"),
+        ({"dtype": "float32"}, "no operator of this device computes on such activations"),
+        ({"quantization": "int8"}, "no operator of Ascend NPUs multiplies weights of this form"),
+        ({"page_size": 16}, "pages of 128, 256, 384 or 512 tokens"),
         ({"base_gpu_id": 16}, r"takes npu 16, and it has (8|16) from 0 on"),
-        ({"device": "cpu", "base_gpu_id": 1}, "on cpu: it has no devices by number"),
-        ({"device": "cpu", "gpu_id_step": 2}, "on cpu: it has no devices by number"),
+        ({"device": "cpu", "base_gpu_id": 1}, "a CPU has no devices by number"),
+        ({"device": "cpu", "gpu_id_step": 2}, "a CPU has no devices by number"),
     ],
 )
 def test_what_the_device_cannot_do_is_refused_at_the_start(start, flags, why):
