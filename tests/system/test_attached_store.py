@@ -128,7 +128,11 @@ def test_what_cannot_be_attached_is_one_error_and_changes_nothing(
         again = attach(server, tmp_path / "two")
         assert again.status_code == 400 and "attached already" in again.text
         assert not (tmp_path / "two").exists() and present(server) == ("file", "file")
-        body = {"input_ids": OTHER[:50], "sampling_params": {"max_new_tokens": 900}, "stream": True}
+        body = {
+            "input_ids": OTHER[:50],
+            "sampling_params": {"max_new_tokens": 1900},
+            "stream": True,
+        }
         body["sampling_params"]["ignore_eos"] = True
         with httpx.stream("POST", server.url + "/generate", json=body, timeout=WAIT_S) as answer:
             lines = answer.iter_lines()

@@ -198,7 +198,10 @@ def test_pages_of_several_ranks_come_back_bit_for_bit(
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"hicache_io_backend": "kernel"}, "--hicache-io-backend kernel is not available on npu"),
+        (
+            {"hicache_io_backend": "kernel"},
+            "--hicache-io-backend kernel is not available .* pages of GPUs",
+        ),
         ({"hicache_mem_layout": "page_head"}, "--hicache-mem-layout page_head is not available"),
         ({"tp_size": 2, "attn_cp_size": 2}, "not available with --attn-cp-size 2"),
         ({"disaggregation_mode": "decode"}, "not available on npu with --disaggregation-mode: "),

@@ -5,6 +5,7 @@ Tensors are of torch's device without memory, so that limits of any size can be 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,8 +69,9 @@ def bytes_of(*shape: int) -> Tensor:
 
 
 def by_name(method: str, *names: str) -> Callable[[Operators, Given], object]:
-    """Calls a method of `Operators` with what has these names, in their order."""
-    return lambda operators, given: getattr(operators, method)(*(given[name] for name in names))
+    """Calls a method of `Operators` or of one of its parts with these arguments, in their order."""
+    found = attrgetter(method)
+    return lambda operators, given: found(operators)(*(given[name] for name in names))
 
 
 def attention(operators: Operators, given: Given) -> None:
@@ -228,11 +230,13 @@ CALLS: dict[str, Call] = {
         _latents, {name: part for name, part in _OF_LATENTS.items() if name != "value"}
     ),
     "choose_positions": Call(
-        by_name("choose_positions", "query", "key", "weights", "block_table", *_ENDS, "top"),
+        by_name(
+            "attention.choose_positions", "query", "key", "weights", "block_table", *_ENDS, "top"
+        ),
         {"query": make(6, 8, 128), "weights": make(6, 8), "top": 16, **_OF_ROWS, **_ENDS},
     ),
     "attend_chosen": Call(
-        lambda o, g: o.attend_chosen(
+        lambda o, g: o.attention.attend_chosen(
             *(g[name] for name in ("query", "query_rope", "key", "key_rope", "sparse_indices")),
             *(g[name] for name in ("block_table", *_ENDS)),
             0.1,
@@ -242,7 +246,7 @@ CALLS: dict[str, Call] = {
         | {"sparse_indices": ints(6, 1, 16)},
     ),
     "init_routing": Call(
-        by_name("init_routing", "x", "expert_idx", "first", "last", "experts"),
+        by_name("experts.init_routing", "x", "expert_idx", "first", "last", "experts"),
         {"x": make(3, 8), "expert_idx": ints(3, 2), "first": 0, "last": 4, "experts": EXPERTS},
     ),
     "dispatch": Call(
@@ -257,18 +261,24 @@ CALLS: dict[str, Call] = {
         | {"ranks": RANKS, "experts": EXPERTS},
     ),
     "grouped_matmul": Call(
-        by_name("grouped_matmul", "x", "weight", "group_list"),
+        by_name("experts.grouped_matmul", "x", "weight", "group_list"),
         {"x": make(3, 8), "weight": make(2, 8, 4), "group_list": longs(2)},
     ),
     "grouped_quant_matmul": Call(
         by_name(
-            "grouped_quant_matmul", "x", "weight", "group_list", "scale", "per_token_scale", "dtype"
+            "experts.grouped_quant_matmul",
+            "x",
+            "weight",
+            "group_list",
+            "scale",
+            "per_token_scale",
+            "dtype",
         ),
         {"x": bytes_of(3, 32), "weight": bytes_of(2, 32, 64), "group_list": longs(2)}
         | {"scale": make(2, 64), "per_token_scale": floats(3), "dtype": HALF},
     ),
     "token_unpermute": Call(
-        by_name("token_unpermute", "permuted_tokens", "sorted_indices", "probs"),
+        by_name("experts.token_unpermute", "permuted_tokens", "sorted_indices", "probs"),
         {"permuted_tokens": make(4, 8), "sorted_indices": ints(4), "probs": make(2, 2)},
     ),
     "dynamic_quant": Call(by_name("dynamic_quant", "input"), {"input": make(2, 64)}),
