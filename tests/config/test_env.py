@@ -56,6 +56,7 @@ def test_the_list_of_known_variables_is_whole() -> None:
     assert len(known_variables()) == 67
 
 
+@pytest.mark.skipif(not SPEC.exists(), reason="the list of known variables is not here")
 def test_every_known_variable_is_honoured_reported_or_refused() -> None:
     def check(name: str) -> None:
         environment = read_environment({name: "7"})
