@@ -125,6 +125,10 @@ def keys(count: int) -> bytes:
         (b"[" + b"{}," * limits.MAX_CONTAINERS + b"{}]", "lists and objects"),
         (b'"' + rb"\n" * (limits.MAX_ESCAPES + 1) + b'"', "escapes"),
         (b"[" + b"1," * (limits.MAX_VALUES + 1) + b"1]", "values"),
+        (b"[" + b" " * (4 << 20) + b"1]", "white space in a run"),
+        (b"[1" + b"\n" * (4 << 20) + b",2]", "white space in a run"),
+        (b'{"a":1' + b"0" * (5 << 20) + b"}", "a number has more than 4300"),
+        (b"[1." + b"1" * (5 << 20) + b"]", "a number has more than 4300"),
     ],
 )
 def test_bodies_that_take_long_are_refused_by_their_shape(body: bytes, why: str) -> None:

@@ -1,6 +1,7 @@
 """Limits of requests: size and time of bodies, deadlines, and strict JSON."""
 
 import asyncio
+import codecs
 import json
 import json.scanner
 import math
@@ -40,6 +41,10 @@ MAX_ESCAPES = 4_000_000
 strings."""
 MAX_KEYS = 16_384
 """Keys of one object in a body of more than QUICK_VALUES."""
+MAX_DIGITS = 4300
+"""Characters of one number in such a body; Python reads no longer integers."""
+BLANK_BYTES = 1 << 20
+"""White space in one run is at most twice as long."""
 QUICK_VALUES = 8192
 QUICK_BYTES = 4 << 20
 """Larger bodies are parsed in steps; this size takes a parser in C a few milliseconds."""
@@ -203,7 +208,7 @@ def strict_json(body: bytes) -> object:
     _refuse_many(body)
     try:
         if body.count(b",") > QUICK_VALUES or len(body) > QUICK_BYTES:
-            return _SteppedParser().decode(body.decode())
+            return _SteppedParser().decode(_decoded(body))
         orjson.loads(body)
         return json.loads(body, object_pairs_hook=unique_keys)
     except (orjson.JSONDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -227,10 +232,21 @@ class _SteppedParser(json.JSONDecoder):
         super().__init__(
             object_pairs_hook=self._object, parse_float=_finite, parse_constant=_refuse_constant
         )
-        self.parse_object = _decoder.JSONObject
+        self.parse_object = self._members
         self.parse_array = self._array
         self.parse_string = _scan_string
-        self.scan_once = _scanner.py_make_scanner(self)
+        self._scan = _scanner.py_make_scanner(self)
+        self.scan_once = self._value
+
+    def _value(self, text: str, end: int) -> tuple[object, int]:
+        if _LONG_NUMBER.match(text, end):
+            raise ValueError(f"a number has more than {MAX_DIGITS} characters")
+        return self._scan(text, end)
+
+    def _members(
+        self, text_and_end: tuple[str, int], strict: bool, _: object, *rest: object
+    ) -> tuple[object, int]:
+        return _decoder.JSONObject(text_and_end, strict, self._value, *rest)
 
     def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         if len(pairs) > MAX_KEYS:
@@ -239,9 +255,7 @@ class _SteppedParser(json.JSONDecoder):
             _check_surrogates(key)
         return unique_keys(pairs)
 
-    def _array(
-        self, text_and_end: tuple[str, int], scan_once: Callable[[str, int], tuple[object, int]]
-    ) -> tuple[list[object], int]:
+    def _array(self, text_and_end: tuple[str, int], _: object) -> tuple[list[object], int]:
         text, end = text_and_end
         found: list[object] = []
         while run := _NUMBERS.match(text, end):
@@ -249,12 +263,14 @@ class _SteppedParser(json.JSONDecoder):
             end = run.end()
         if found and text[end : end + 1] == "]":
             raise json.JSONDecodeError("Expecting value", text, end)
-        rest, end = _decoder.JSONArray((text, end), scan_once)
+        rest, end = _decoder.JSONArray((text, end), self._value)
         return (found + rest if found else rest), end
 
 
 _NUMBER = r"(?:0|-0(?=\.)|-?[1-9][0-9]{0,14})(?:\.[0-9]{1,40})?(?:[eE][+-]?[0-9]{1,3})?"
-_NUMBERS = re.compile(rf"(?:[ \t\n\r]*{_NUMBER}[ \t\n\r]*,){{1,2048}}[ \t\n\r]*")
+_NUMBERS = re.compile(rf"(?:[ \t\n\r]*+{_NUMBER}[ \t\n\r]*+,){{1,2048}}[ \t\n\r]*+")
+"""Possessive: white space is never given back, so a run of it is read once."""
+_LONG_NUMBER = re.compile(rf"[-+.0-9eE]{{{MAX_DIGITS + 1}}}")
 _PLAIN_CHARS = 1 << 20
 _PLAIN = re.compile(rf'[^"\\\x00-\x1f]{{{_PLAIN_CHARS}}}')
 _NEXT_TEXT = re.compile(rb',[ \t\n\r]*"')
@@ -300,6 +316,19 @@ def _refuse_many(body: bytes) -> None:
         texts = sum(1 for _ in islice(_NEXT_TEXT.finditer(body), MAX_TEXTS + 1))
         if texts > MAX_TEXTS:
             raise bad_json(f"the body has more than {MAX_TEXTS} strings and keys")
+
+    for begin in range(0, len(body) - BLANK_BYTES + 1, BLANK_BYTES):
+        if not body[begin : begin + BLANK_BYTES].strip():
+            raise bad_json(f"the body has more than {BLANK_BYTES} bytes of white space in a run")
+
+
+def _decoded(body: bytes) -> str:
+    """The text of UTF-8 bytes, decoded in pieces between which other threads run."""
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    pieces = range(0, len(body), _PLAIN_CHARS)
+    return "".join([decode(body[begin : begin + _PLAIN_CHARS]) for begin in pieces]) + decode(
+        b"", final=True
+    )
 
 
 def bad_json(text: str, hint: str = "") -> RequestError:
