@@ -459,7 +459,10 @@ class ModelRunner:
             if not samples:  # the logits were computed for other replicas
                 return None, scores, self._verify(batch, None) if batch.rows else None
             sampled = self._sample(plan, batch, logits, mask_of)
-        here = sampled if self._drafting is None else sampled.fetched(self.platform)
+        if self._drafting is None:
+            here = replace(sampled, edited=None)  # else the result would hold the step's logits
+        else:
+            here = sampled.fetched(self.platform)
         verified = self._verify(batch, here)
         if scored is None or scores is None:
             return here, None, verified
