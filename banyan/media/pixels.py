@@ -1,0 +1,174 @@
+"""Files of pictures → RGB pixels → rows of patches. Runs in a worker process (worker.py) only.
+
+A file is a stranger's. Its header is checked before a pixel is decoded, a truncated file is
+refused, and of an animation the first frame is taken.
+"""
+
+import hashlib
+import io
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from banyan.media.rules import MERGE_ORDER, Layout, Settings, View
+
+FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
+"""Pillow's names of the formats that are read. MPO is a JPEG file with more pictures in it."""
+MAX_SIDE = 65_535
+_TURNED = (5, 6, 7, 8)
+"""EXIF orientations that swap width and height."""
+_WIDE_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+_WHITE = (255, 255, 255, 255)
+
+
+class BadPicture(Exception):
+    """The file is no picture that can be read; the text says why."""
+
+
+def open_picture(data: bytes, max_pixels: int) -> Image.Image:
+    """The picture of a file, not decoded yet.
+
+    Raises:
+        BadPicture: another format, a broken header, or more than `max_pixels`.
+    """
+    Image.MAX_IMAGE_PIXELS = None  # checked here, with the server's own bound
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            picture = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise BadPicture(
+            f"the {len(data):,} bytes are no picture; PNG, JPEG, GIF, WebP, BMP, TIFF and AVIF are "
+            "read"
+        ) from None
+    except Exception as error:  # any error of a parser is the answer
+        raise BadPicture(f"its header cannot be read: {_reason(error)}") from None
+    width, height = picture.size
+    if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE):
+        raise BadPicture(f"it has {width:,} x {height:,} pixels; a side has 1 to {MAX_SIDE:,}")
+    if width * height > max_pixels:
+        raise BadPicture(
+            f"it has {width:,} x {height:,} pixels, limit {max_pixels / 1e6:g} million"
+        )
+    return picture
+
+
+def size_of(picture: Image.Image) -> tuple[int, int]:
+    """Width and height as it is shown: after the rotation that its EXIF data asks for."""
+    width, height = picture.size
+    return (height, width) if _orientation(picture) in _TURNED else (width, height)
+
+
+def _orientation(picture: Image.Image) -> int:
+    try:
+        found = picture.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # broken EXIF data: the picture is shown as it is stored
+        return 1
+    return found if isinstance(found, int) else 1
+
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def decode(picture: Image.Image) -> Image.Image:
+    """RGB pixels: rotated by EXIF, transparency on white, 16 bits scaled to 8.
+
+    Raises:
+        BadPicture: the file is truncated or broken.
+    """
+    turn = _TURNS.get(_orientation(picture))
+    try:
+        picture.load()
+        found = _rgb(picture)
+    except MemoryError:
+        raise
+    except Exception as error:  # any error of a decoder is the answer
+        raise BadPicture(f"it cannot be decoded: {_reason(error)}") from None
+    return found if turn is None else found.transpose(turn)
+
+
+def _rgb(picture: Image.Image) -> Image.Image:
+    if picture.mode == "RGB" and "transparency" not in picture.info:
+        return picture
+    if picture.mode in _WIDE_GREY:
+        values = np.asarray(picture).astype(np.int64).clip(0, 65535)
+        return Image.fromarray((values // 257).astype(np.uint8)).convert("RGB")
+    if picture.mode == "F":
+        raise BadPicture("its pixels are floating-point numbers, which have no range")
+    if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
+        coloured = picture.convert("RGBA")
+        white = Image.new("RGBA", coloured.size, _WHITE)
+        return Image.alpha_composite(white, coloured).convert("RGB")
+    return picture.convert("RGB")
+
+
+def digest_of(picture: Image.Image, rule: str, settings: Settings) -> bytes:
+    """SHA-256 of the pixels, their size, and how they become patches."""
+    found = hashlib.sha256()
+    words = [rule, *(f"{name}={settings[name]!r}" for name in sorted(settings))]
+    found.update("\0".join([*words, "image", *map(str, picture.size), ""]).encode())
+    found.update(np.asarray(picture).tobytes())
+    return found.digest()
+
+
+def patches_of(picture: Image.Image, rule: str, layout: Layout, settings: Settings) -> np.ndarray:
+    """uint8 [patches, 3 x temporal x patch x patch]: all tiles, patch by patch."""
+    patch = settings["patch"]
+    resample = settings.get("resample", Image.Resampling.BICUBIC.value)
+    assert isinstance(patch, int) and isinstance(resample, int)
+    merge = settings["merge"] if rule in MERGE_ORDER else 1
+    frames = settings.get("temporal", 1)
+    assert isinstance(merge, int) and isinstance(frames, int)
+    parts = [
+        _cut(tile, patch, merge, frames)
+        for view in layout.views
+        for tile in _tiles(_canvas(picture, view, resample), view)
+    ]
+    return np.concatenate(parts)
+
+
+def _canvas(picture: Image.Image, view: View, resample: int) -> np.ndarray:
+    """uint8 [height, width, 3]"""
+    for size in view.resizes:
+        picture = picture.resize(size, Image.Resampling(resample))
+    if view.at != (0, 0) or picture.size != view.size:
+        canvas = Image.new("RGB", view.size)
+        canvas.paste(picture, view.at)
+        picture = canvas
+    return np.asarray(picture)
+
+
+def _tiles(canvas: np.ndarray, view: View) -> Sequence[np.ndarray]:
+    width, height = view.tile
+    return [
+        canvas[y : y + height, x : x + width]
+        for y in range(0, view.size[1], height)
+        for x in range(0, view.size[0], width)
+    ]
+
+
+def _cut(tile: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarray:
+    """Rows [channel, frame, y, x] of the patches, merge x merge neighbours together."""
+    rows, columns = tile.shape[0] // patch, tile.shape[1] // patch
+    tile = tile[: rows * patch, : columns * patch]
+    split = tile.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+    ordered = split.transpose(0, 3, 1, 4, 6, 2, 5)
+    repeated = np.broadcast_to(
+        ordered[:, :, :, :, :, None], (*ordered.shape[:5], frames, patch, patch)
+    )
+    return repeated.reshape(rows * columns, 3 * frames * patch * patch)
+
+
+def _reason(error: BaseException) -> str:
+    """One line of at most 200 characters."""
+    return " ".join((str(error) or type(error).__name__).split())[:200]
