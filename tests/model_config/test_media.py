@@ -1,6 +1,5 @@
 """How multimodal checkpoints describe pictures: sizes, bounds, placeholders and rotary axes."""
 
-
 import pytest
 import torch
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLConfig, Qwen2VLRotaryEmbedding
