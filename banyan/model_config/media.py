@@ -140,10 +140,10 @@ def read_media(
 def _processors(path: str) -> tuple[CheckpointFields, CheckpointFields]:
     """Settings of the image and the video processor."""
     whole = os.path.join(path, "processor_config.json")
-    joined = CheckpointFields(read_json(whole, is_needed=False), whole)
+    both = CheckpointFields(read_json(whole, is_needed=False), whole)
 
     def one(part: str, name: str) -> CheckpointFields:
-        own = joined.part(part)
+        own = both.part(part)
         if own is not None:
             return own
         file = os.path.join(path, name)
