@@ -2,7 +2,8 @@
 them.
 
 Ranks apply a plan in this order: control ops, leaves, joins, grants, copies "before", contents,
-pieces, rows, copies "after". A plan with control ops runs alone: no other plan is in flight with it.
+pieces, rows, copies "after". A plan with control ops runs alone: no other plan is in flight with
+it.
 
 Token ids travel as int32 little-endian bytes, log-probabilities as float32 little-endian bytes,
 masks as little-endian bits (bit i of the string = token i is allowed).
@@ -61,6 +62,19 @@ class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     pages for this many extra positions, which a drafter with its own KV cache writes."""
 
 
+class PlacedSpan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A span of a request's prompt (messages/spans.py), as a Join describes it."""
+
+    first: int
+    count: int
+    content: int
+    """Number of the content whose feature rows the places take; 0 = no row of the join needs
+    them."""
+    offset: int
+    shape: tuple[int, int, int]
+    is_mutual: bool = False
+
+
 class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request takes a slot. After a retraction `tokens` holds prompt + output so far."""
 
@@ -77,19 +91,6 @@ class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Prefix-cache namespace. N-gram drafts come only from requests of the same namespace."""
     spans: tuple[PlacedSpan, ...] = ()
     """Stretches of the prompt that take feature rows; `tokens` is negative there."""
-
-
-class PlacedSpan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A span of a request's prompt (messages/spans.py), as a Join describes it."""
-
-    first: int
-    count: int
-    content: int
-    """Number of the content whose feature rows the places take; 0 = no row of the join needs
-    them."""
-    offset: int
-    shape: tuple[int, int, int]
-    is_mutual: bool = False
 
 
 class NewContent(msgspec.Struct, frozen=True, array_like=True):
