@@ -218,7 +218,6 @@ class Rows:
         )
         return out
 
-
     def take_rows(self, x: Tensor, where: Tensor, rows: Tensor, adds: bool = False) -> Tensor:
         out = self._library.empty(x.shape)
         self._library.call(
