@@ -344,11 +344,17 @@ class Ops(
         ...
 
     def rotary_angles(
-        self, positions: Tensor, frequencies: Tensor, magnitude: float
+        self,
+        positions: Tensor,
+        frequencies: Tensor,
+        magnitude: float,
+        shifts: Tensor | None = None,
+        axes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """cos and sin of position · frequency in fp32, times the magnitude.
 
-        positions: [tokens] int64; frequencies: [pairs] fp32.
+        positions: [tokens] int64; frequencies: [pairs] fp32; shifts: [tokens, axes] int32, what
+        each axis adds to the position; axes: [pairs] int32, the axis of each pair.
         returns: cos, sin [tokens, pairs] fp32.
         """
         ...
@@ -393,6 +399,15 @@ class Ops(
 
         x: [tokens, dim] T; chosen: [n] int64.
         returns: [n, dim] T.
+        """
+        ...
+
+    def take_rows(self, x: Tensor, where: Tensor, rows: Tensor, adds: bool = False) -> Tensor:
+        """x, with some of its rows replaced by given ones, or with those added to them.
+
+        x: [tokens, dim] T; where: [tokens] int32, row of `rows` for each token, negative = none;
+        rows: [any, dim] T, may lie apart.
+        returns: [tokens, dim] T.
         """
         ...
 
@@ -616,6 +631,7 @@ OP_NAMES = (
     "gelu_tanh_and_mul",
     "gelu_tanh",
     "select_rows",
+    "take_rows",
     "spread_columns",
     "concat",
     "sigmoid_scale",

@@ -71,7 +71,12 @@ class Rows:
         return out
 
     def rotary_angles(
-        self, positions: Tensor, frequencies: Tensor, magnitude: float
+        self,
+        positions: Tensor,
+        frequencies: Tensor,
+        magnitude: float,
+        shifts: Tensor | None = None,
+        axes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         shape = (positions.shape[0], frequencies.shape[0])
         cos, sin = self._library.empty(shape), self._library.empty(shape)
@@ -84,6 +89,9 @@ class Rows:
             sin.data_ptr(),
             frequencies.shape[0],
             magnitude,
+            0 if shifts is None else _whole_int32(shifts),
+            0 if axes is None else _whole_int32(axes),
+            0 if shifts is None else shifts.shape[1],
         )
         return cos, sin
 
@@ -210,6 +218,20 @@ class Rows:
         )
         return out
 
+    def take_rows(self, x: Tensor, where: Tensor, rows: Tensor, adds: bool = False) -> Tensor:
+        out = self._library.empty(x.shape)
+        self._library.call(
+            "bn_take_rows",
+            x.shape[0],
+            *_rows(x),
+            _whole_int32(where),
+            *_rows(rows),
+            out.data_ptr(),
+            x.shape[1],
+            int(adds),
+        )
+        return out
+
 
 def _rows(x: Tensor) -> tuple[int, int]:
     """Address and token stride of fp32 rows; each row must be contiguous."""
@@ -224,6 +246,12 @@ def _whole(x: Tensor) -> int:
     assert x.dtype == torch.float32 and x.is_contiguous(), (
         f"expected contiguous fp32, got {x.dtype}"
     )
+    return x.data_ptr()
+
+
+def _whole_int32(x: Tensor) -> int:
+    """Address of a contiguous int32 tensor."""
+    assert x.dtype == torch.int32 and x.is_contiguous(), f"expected contiguous int32, got {x.dtype}"
     return x.data_ptr()
 
 
@@ -253,4 +281,5 @@ concat = _kernel(Rows.concat)
 sigmoid_scale = _kernel(Rows.sigmoid_scale)
 scale_logits = _kernel(Rows.scale_logits)
 select_rows = _kernel(Rows.select_rows)
+take_rows = _kernel(Rows.take_rows)
 spread_columns = _kernel(Rows.spread_columns)
