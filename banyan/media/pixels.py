@@ -1,4 +1,4 @@
-"""Files of pictures → RGB pixels → rows of patches. Runs in a worker process (worker.py) only.
+"""Files of pictures → RGB pixels → rows of patches. Only worker processes (worker.py) decode.
 
 A file is a stranger's. Its header is checked before a pixel is decoded, a truncated file is
 refused, and of an animation the first frame is taken.
@@ -6,12 +6,15 @@ refused, and of an animation the first frame is taken.
 
 import hashlib
 import io
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from banyan.base.errors import RequestError
+from banyan.media.parts import MAX_PATH_CHARS
 from banyan.media.rules import MERGE_ORDER, Layout, Settings, View
 
 FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
@@ -167,6 +170,39 @@ def _cut(tile: np.ndarray, patch: int, merge: int, frames: int) -> np.ndarray:
         ordered[:, :, :, :, :, None], (*ordered.shape[:5], frames, patch, patch)
     )
     return repeated.reshape(rows * columns, 3 * frames * patch * patch)
+
+
+def own_picture(value: object) -> object:
+    """`image_data` of the program itself, each picture in a form of /generate.
+
+    PIL images and arrays become PNG files, and paths become absolute; URLs and base64 stay.
+
+    Raises:
+        RequestError: an array is not uint8 [height, width, 3].
+    """
+    if isinstance(value, (list, tuple)):
+        return [own_picture(one) for one in value]
+    if isinstance(value, Mapping):
+        return {**value, **{n: own_picture(value[n]) for n in ("url", "image") if n in value}}
+    if isinstance(value, np.ndarray):
+        if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3:
+            raise RequestError(
+                f"an array must be uint8 [height, width, 3], got {value.dtype} {value.shape}",
+                param="image_data",
+            )
+        return _png(Image.fromarray(value))
+    if isinstance(value, Image.Image):
+        return _png(value)
+    is_short = isinstance(value, str) and len(value) < MAX_PATH_CHARS
+    if isinstance(value, os.PathLike) or (is_short and os.path.isfile(value)):
+        return os.path.abspath(value)
+    return value
+
+
+def _png(picture: Image.Image) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 def _reason(error: BaseException) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import fresh_id
+from banyan.media.preparation import PreparedMedia
 
 
 @dataclass
@@ -20,6 +21,7 @@ class RequestContext:
             prefix-cache namespace.
         is_admin: may end the requests of others.
         deadline_s: monotonic time at which the request must have ended; None = no limit.
+        media: the pictures of the request, once they are prepared.
         warnings: reports for the answer about parts of the request without effect.
     """
 
@@ -29,6 +31,7 @@ class RequestContext:
     tenant: bytes = b""
     is_admin: bool = False
     deadline_s: float | None = None
+    media: PreparedMedia = field(default_factory=PreparedMedia)
     warnings: list[str] = field(default_factory=list[str])
 
     def warn(self, text: str) -> None:

@@ -20,6 +20,7 @@ from banyan.base.ids import RequestId
 from banyan.base.json_types import whole_number
 from banyan.messages.requests import ANY_REPLICA, NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
+from banyan.messages.spans import Content, Span, ids_with_spans
 from banyan.requests import bootstrap
 from banyan.requests.context import RequestContext
 from banyan.requests.prompts import namespace_with
@@ -70,7 +71,7 @@ class RequestSpec:
 
     Attributes:
         message: sent to the engine.
-        prompt: the tokens of `message`.
+        prompt: the tokens of `message`, with placeholders at the places of spans.
         text: how tokens become text, and which text ends the request.
         hidden: which hidden states are wanted: ALL_HIDDEN, LAST_HIDDEN, or "" for none.
         route: API that created the request, for logs and metrics: "chat", "generate", "probe".
@@ -104,6 +105,8 @@ class PromptSpec:
         sampling: parsed sampling parameters, text options and constraint.
         adapter: LoRA adapter that answers; "" = the model by itself.
         embeds: float32 [prompt, hidden] in place of the tokens.
+        spans, contents: stretches of the prompt that are given by content; `tokens` has
+            placeholders there.
         pool: the pooled vector of the prompt is wanted, and no text.
         count: sequences; None = the n of `sampling`.
     """
@@ -113,6 +116,8 @@ class PromptSpec:
     scores: ScoreOptions = field(default_factory=ScoreOptions)
     adapter: str = ""
     embeds: bytes = b""
+    spans: tuple[Span, ...] = ()
+    contents: tuple[Content, ...] = ()
     pool: bool = False
     count: int | None = None
 
@@ -201,6 +206,8 @@ def build_specs(
                 pool=prompt.pool,
                 caller=context.tenant,
                 embeds=prompt.embeds,
+                spans=prompt.spans,
+                contents=prompt.contents,
                 transfer_id=room.name(j),
                 prefill_address=room.prefill_address,
                 replica=ANY_REPLICA if room.replica is None else room.replica,
@@ -244,7 +251,7 @@ def spec_of(
         first_hidden = 0 if hidden == ALL_HIDDEN else len(prompt) - 1
     message = Generate(
         request=id,
-        tokens=tokens,
+        tokens=ids_with_spans(tokens, fields.get("spans", ())),
         sampling=sampling,
         score_from=scores.start,
         score_top=scores.top if scores.start != NO_SCORES else 0,

@@ -15,7 +15,18 @@ from banyan.media.pixels import patches_of  # noqa: E402
 from banyan.media.rules import LOW_DETAIL, RULES, layout_of, with_options  # noqa: E402
 
 SIZES = [
-    *((1, 1), (2, 3), (7, 7), (13, 28), (28, 28), (29, 27), (56, 56), (57, 113), (100, 1), (1, 100)),
+    *(
+        (1, 1),
+        (2, 3),
+        (7, 7),
+        (13, 28),
+        (28, 28),
+        (29, 27),
+        (56, 56),
+        (57, 113),
+        (100, 1),
+        (1, 100),
+    ),
     *((199, 1), (64, 64), (65, 63), (84, 140), (97, 101), (112, 112), (120, 40), (40, 120)),
     *((128, 96), (127, 97), (150, 149), (160, 90), (90, 160), (168, 168), (200, 199), (211, 37)),
     *((224, 224), (223, 225), (240, 100), (256, 64), (250, 333), (300, 20), (20, 300), (320, 240)),
@@ -35,9 +46,7 @@ def picture(width: int, height: int) -> Any:
 
 
 def processor(family: str, name: str, **settings: object) -> Any:
-    module = importlib.import_module(
-        f"transformers.models.{family}.image_processing_pil_{family}"
-    )
+    module = importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}")
     return getattr(module, name)(do_rescale=False, do_normalize=False, **settings)
 
 
@@ -275,9 +284,7 @@ def test_low_detail_never_costs_more() -> None:
     for rule, full in settings.items():
         low = with_options(rule, full, {"detail": "low"})
         sizes = [(1200, 900), (600, 1100)]
-        counts = [
-            (layout_of(rule, *s, low).rows, layout_of(rule, *s, full).rows) for s in sizes
-        ]
+        counts = [(layout_of(rule, *s, low).rows, layout_of(rule, *s, full).rows) for s in sizes]
         assert all(small < whole for small, whole in counts), (rule, counts)
 
 

@@ -56,7 +56,7 @@ async def messages(exchange: HttpExchange, state: ServerState) -> None:
             raise with_names(error, FIELD_NAMES) from None
         return request, model, plan
 
-    request, model, plan = await exchange.request.read(read, waits=True)
+    request, model, plan = await exchange.read_prompt(read, service.media)
     answer = MessageAnswer(
         plan,
         f"msg_{exchange.context.id}",
@@ -89,9 +89,9 @@ async def count_tokens(exchange: HttpExchange, state: ServerState) -> None:
         request = _read(raw, CountRequest, report)
         model_and_adapter(request.model, state, exchange.context)
         body = chat_body(request, service.chat and service.chat.template, report)
-        return chat_prompt(service, typed(body, ChatRequest), report)[0]
+        return chat_prompt(exchange.context, service, typed(body, ChatRequest), report)[0].ids
 
-    ids = await exchange.request.read(read, waits=True)
+    ids = await exchange.read_prompt(read, service.media)
     await exchange.json({"input_tokens": len(ids)})
 
 

@@ -23,6 +23,7 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.log import printable
 from banyan.engine_client.throughput_estimate import UNKNOWN_S
+from banyan.media.preparation import MediaService, NeedsMedia
 from banyan.requests.chunks import Chunks
 from banyan.requests.context import RequestContext
 from banyan.server.errors import Json
@@ -106,6 +107,28 @@ class HttpExchange:
         the bytes."""
         self._send = send
         self._send_timeout_s = send_timeout_s
+
+    async def read_prompt(self, work: Callable[[Json], T], media: MediaService | None) -> T:
+        """`work` of the JSON body, in a thread; with its pictures, if it has any.
+
+        `work` runs twice if it has: it raises NeedsMedia, the pictures are prepared, and it finds
+        them in `context.media`.
+
+        Args:
+            media: of the model; None = it takes no pictures, which `work` refuses.
+        """
+        try:
+            return await self.request.read(work, waits=True)
+        except NeedsMedia as needed:
+            assert media is not None, "a model without pictures refuses them"
+            self.context.warnings.clear()
+            try:
+                found = await media.prepare(needed.parts, self.context.tenant)
+            except BaseException:
+                self.request.drop_body()
+                raise
+            self.context.media.items |= found
+        return await self.request.read(work, waits=True)
 
     def stop(self, why: RequestError | ClientGone) -> None:
         """End the request from outside. The cancellation releases what its work holds."""

@@ -6,6 +6,7 @@ from urllib.parse import parse_qsl
 
 from banyan.base.errors import RequestError
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
+from banyan.media.preparation import NeedsMedia
 from banyan.server.errors import Json
 from banyan.server.http.limits import json_object
 
@@ -63,7 +64,8 @@ class HttpRequest:
     async def read(self, work: Callable[[Json], T], waits: bool = False) -> T:
         """Parse the body as JSON and return `work` of it; in a thread if the body is large.
 
-        Do all work that grows with the request in `work`. The body is dropped afterwards.
+        Do all work that grows with the request in `work`. The body is dropped afterwards, except
+        when `work` raises NeedsMedia: then it is read again.
 
         Args:
             waits: `work` waits for another process; it runs in a thread whatever the size.
@@ -71,9 +73,14 @@ class HttpRequest:
         body = self.body
         size = len(body) + (THREAD_BYTES + 1 if waits or self._tokenizer_waits else 0)
         try:
-            return await off_loop(size, lambda: work(json_object(body, self.media)))
-        finally:
+            found = await off_loop(size, lambda: work(json_object(body, self.media)))
+        except NeedsMedia:
+            raise
+        except BaseException:
             self.drop_body()
+            raise
+        self.drop_body()
+        return found
 
     def drop_body(self) -> None:
         self.body = b""

@@ -288,7 +288,7 @@ async def chat_completions(exchange: HttpExchange, state: ServerState) -> None:
         except RequestError as error:
             raise with_openai_names(error) from None
 
-    request, model, plan = await exchange.request.read(read, waits=True)
+    request, model, plan = await exchange.read_prompt(read, service.media)
     extension = Extension(request, state.config.cache.store)
     options = request.stream_options
     answer = ChatAnswer(
