@@ -35,11 +35,12 @@ ARROWS = {
     " engine.core engine.journal engine.core_spec engine.snapshot",
     "tokenizer": "base config formats",
     "chat_template": "base tokenizer",
-    "requests": f"base config model_config messages tokenizer {LORA_FILES}",
+    "media": "base config.schema messages.spans model_config.media tokenizer.tokenizer",
+    "requests": f"base config model_config messages media tokenizer {LORA_FILES}",
     "parsers": "base tokenizer requests",
     "engine_client": "base config messages tokenizer requests",
     "bench": "base model_config messages tokenizer formats",
-    "server": "base config model_config messages tokenizer chat_template requests parsers"
+    "server": "base config model_config messages media tokenizer chat_template requests parsers"
     " engine_client formats scheduler.routing lora.adapter_files dp_attention.rules",
     "router": "base config scheduler.routing scheduler.prefix_hashes server.errors server.http",
     "platform": "base config.defaults config.env model_config.model_config",
@@ -97,7 +98,8 @@ DOORS = ("server/anthropic/", "server/ollama/")
 DOOR_IMPORTS = (
     *("base.errors", "base.json_types", "server", "chat_template.template"),
     "parsers.answer_deltas",
-    *("requests.embeddings", "requests.context", "requests.request_spec.RequestSpec"),
+    "requests.embeddings",
+    *("requests.request_spec.RequestContext", "requests.request_spec.RequestSpec"),
     *(f"requests.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
 )
 COMPOSITION_ROOTS = (
@@ -110,7 +112,8 @@ COMPOSITION_ROOTS = (
 )
 NO_TORCH = (
     *("base", "formats", "config", "model_config", "hub", "families", "messages", "kv_cache"),
-    *("scheduler", "engine", "grammar", "sim", "tokenizer", "chat_template", "requests"),
+    *("scheduler", "engine", "grammar", "sim", "tokenizer", "chat_template", "media"),
+    "requests",
     *("parsers", "engine_client", "server", "router", "ascend/launch", "lora/scheduling"),
     *("lora/rules", "lora/adapter_files", "moe/rules"),
     *("dp_attention/step_clock", "dp_attention/rules", "disaggregation", "pipeline/micro_batches"),

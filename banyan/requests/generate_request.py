@@ -12,13 +12,13 @@ from banyan.base.errors import RequestError
 from banyan.media.parts import IMAGE, Part, read_options, source_of
 from banyan.media.preparation import Expanded, MediaService, expanded
 from banyan.requests import constraint
-from banyan.requests.context import RequestContext
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.prompts import PLACEHOLDER, encode_texts, parse_embeds
 from banyan.requests.request_spec import (
     SHARED_FIELDS,
     Fields,
     PromptSpec,
+    RequestContext,
     RequestSpec,
     ScoreOptions,
     build_specs,

@@ -19,7 +19,7 @@ from banyan.server.errors import Json
 from banyan.server.openai.prompts import (
     add_text,
     check_messages,
-    joined,
+    content_of,
     json_text,
     whole_texts,
 )
@@ -259,7 +259,7 @@ def _given(turn: Turn, where: str, names: dict[str, str]) -> list[Json]:
 
     def end_text() -> None:
         if parts:
-            found.append({"role": turn.role, "content": joined(parts)})
+            found.append({"role": turn.role, "content": content_of(parts)})
             parts.clear()
 
     for i, block in enumerate(cast(list[Block], turn.content)):
@@ -295,12 +295,14 @@ def _result(block: Block, place: str, names: dict[str, str]) -> Json:
     if isinstance(content, list):
         blocks = cast(list[object], content)
         found = [p for i, b in enumerate(blocks) for p in _parts(b, f"{place}.content[{i}]")]
-        content = joined(found)
+        content = content_of(found)
     elif not isinstance(content, str | None):
         raise _refusal(f"{place}.content must be a text or a list of blocks")
     content = content or ""
     if block.get("is_error") is True:
-        content = f"Error: {content}" if isinstance(content, str) else joined(["Error:", *found])
+        content = (
+            f"Error: {content}" if isinstance(content, str) else content_of(["Error:", *found])
+        )
     message: Json = {"role": "tool", "tool_call_id": id, "content": content}
     if id in names:
         message["name"] = names[id]

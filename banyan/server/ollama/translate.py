@@ -14,7 +14,7 @@ from banyan.server.ollama.schema import (
     OllamaChatRequest,
     TextRequest,
 )
-from banyan.server.openai.prompts import check_messages, joined, json_text
+from banyan.server.openai.prompts import check_messages, content_of, json_text
 from banyan.server.openai.schema import Report
 
 FIELD_NAMES: Mapping[str, str] = {
@@ -151,7 +151,7 @@ def _content(text: str, images: list[object] | None, where: str) -> str | list[J
             raise RequestError(f"{where} must be base64 texts", param="messages")
         data = image if image[:5].lower() == "data:" else f"data:image/png;base64,{image}"
         parts.append({"type": "image_url", "image_url": {"url": data}})
-    return joined([*parts, text] if text or not parts else parts)
+    return content_of([*parts, text] if text or not parts else parts)
 
 
 def _message(message: Message, index: int, pending: Pending) -> Json:

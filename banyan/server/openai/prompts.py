@@ -16,8 +16,8 @@ from banyan.parsers.partial_json import object_text
 from banyan.parsers.tool_calls.base import CallTag
 from banyan.parsers.tool_calls.definitions import Definition
 from banyan.requests.constraint import check_depth
-from banyan.requests.context import RequestContext
 from banyan.requests.prompts import encode_texts, fitted_text
+from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json
 from banyan.server.state import Service
 
@@ -180,7 +180,7 @@ def add_text(message: Json, name: str, text: str, between: str) -> None:
     parts.append(text)
 
 
-def joined(parts: Iterable[str | Json], between: str = "\n") -> str | list[Json]:
+def content_of(parts: Iterable[str | Json], between: str = "\n") -> str | list[Json]:
     """The content of a message: one text, or parts where some are pictures.
 
     Args:

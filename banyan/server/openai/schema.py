@@ -15,11 +15,11 @@ from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list, is_object
 from banyan.media.parts import MEDIA_TYPES, PART_MEMBERS
 from banyan.requests import constraint
-from banyan.requests.context import RequestContext
 from banyan.requests.request_spec import (
     LAST_HIDDEN,
     Fields,
     PromptSpec,
+    RequestContext,
     RequestSpec,
     build_specs,
 )

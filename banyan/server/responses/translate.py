@@ -10,7 +10,7 @@ from banyan.base.json_types import is_object
 from banyan.chat_template.template import ChatTemplate
 from banyan.media.parts import MEDIA_TYPES, PART_MEMBERS
 from banyan.server.errors import Json
-from banyan.server.openai.prompts import add_text, joined, json_text, whole_texts
+from banyan.server.openai.prompts import add_text, content_of, json_text, whole_texts
 from banyan.server.openai.schema import Members, Refused, Report
 from banyan.server.responses.tools import Offered, chat_choice
 
@@ -135,7 +135,7 @@ def _part(part: object, kind: str, where: str) -> Json:
 def _shown(parts: Sequence[object]) -> str | list[Json]:
     """The content of a message from checked parts: texts, and parts that are not text."""
     given = [part for part in parts if is_object(part)]
-    return joined(
+    return content_of(
         part if part.get("type") in _MEDIA else str(part.get("text", part.get("refusal")))
         for part in given
     )

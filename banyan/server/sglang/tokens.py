@@ -7,8 +7,8 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.parsers.tool_calls.definitions import read_tools
-from banyan.requests.context import RequestContext
 from banyan.requests.prompts import encode_texts
+from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.prompts import Conversation, chat_ids, check_count, ids_text
