@@ -1,7 +1,7 @@
 """Parts of messages that are pictures, sound, video or files, in the forms that clients use.
 
-`read_part` makes one `Part` of an OpenAI content part; the other APIs are translated into these.
-Nothing is fetched or decoded here.
+`read_part` makes a `MediaPart` of one part of OpenAI's API, into which the other APIs are
+translated. Nothing is fetched or decoded here.
 """
 
 import base64
@@ -45,7 +45,7 @@ MAX_PATH_CHARS = 4096
 
 
 @dataclass(frozen=True)
-class Part:
+class MediaPart:
     """One picture of a request, not fetched yet.
 
     Attributes:
@@ -75,7 +75,7 @@ def is_media(part: object) -> bool:
     return is_object(part) and part.get("type") in MEDIA_TYPES
 
 
-def read_part(part: Mapping[str, object], param: str) -> Part:
+def read_part(part: Mapping[str, object], param: str) -> MediaPart:
     """The picture that a part of a message brings.
 
     Raises:
@@ -106,7 +106,7 @@ def read_part(part: Mapping[str, object], param: str) -> Part:
     source = source_of(found, param)
     if kind == FILE:
         _check_file(found, options, param)
-    return Part(IMAGE, source, param, read_options(options, param))
+    return MediaPart(IMAGE, source, param, read_options(options, param))
 
 
 def not_taken(kind: str, param: str) -> RequestError:

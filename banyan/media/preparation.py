@@ -19,8 +19,8 @@ import msgspec
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.os import num_cores
 from banyan.config.schema import MediaOptions
-from banyan.media.parts import Part
-from banyan.media.processes import Answer, MediaProcesses, Task, WorkerEnded
+from banyan.media.parts import MediaPart
+from banyan.media.processes import DecodedPicture, MediaProcesses, PictureTask, WorkerEnded
 from banyan.media.rules import OPTIONS, RULES, Layout, layout_of, with_options
 from banyan.media.sources import SourceLimits, fetch
 from banyan.messages.spans import Content, ContentKind, Span
@@ -61,18 +61,18 @@ class PreparedItem:
 class NeedsMedia(Exception):
     """A request cannot be read on before these parts are prepared."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[MediaPart]) -> None:
         super().__init__(f"{len(parts)} pictures are not prepared")
         self.parts = parts
 
 
 @dataclass
 class PreparedMedia:
-    """The prepared pictures of one request, by `Part.key`; empty until something needs them."""
+    """The prepared pictures of one request, by `MediaPart.key`; empty until something needs them."""
 
     items: dict[bytes, PreparedItem] = field(default_factory=dict[bytes, PreparedItem])
 
-    def of(self, parts: Sequence[Part]) -> list[PreparedItem]:
+    def of(self, parts: Sequence[MediaPart]) -> list[PreparedItem]:
         """The pictures of `parts`. Raises NeedsMedia if one is not prepared."""
         missing = {p.key: p for p in parts if p.key not in self.items}
         if missing:
@@ -147,7 +147,7 @@ def expanded(
 class _Measured:
     """A file, and what becomes of its picture."""
 
-    part: Part
+    part: MediaPart
     data: bytes
     settings: dict[str, object]
     layout: Layout
@@ -195,7 +195,7 @@ class MediaService:
         return self._tokenizer.id_to_token(self.placeholder) or ""
 
     async def prepare(
-        self, parts: Sequence[Part], tenant: bytes = b""
+        self, parts: Sequence[MediaPart], tenant: bytes = b""
     ) -> dict[bytes, PreparedItem]:
         """The items of a request's parts, by their keys.
 
@@ -238,11 +238,11 @@ class MediaService:
         self._workers.close()
 
     async def _prepare(
-        self, parts: Sequence[Part], tenant: bytes, deadline_s: float
+        self, parts: Sequence[MediaPart], tenant: bytes, deadline_s: float
     ) -> dict[bytes, PreparedItem]:
         few = asyncio.Semaphore(_FETCHES)
 
-        async def load(part: Part) -> bytes:
+        async def load(part: MediaPart) -> bytes:
             async with few:
                 if isinstance(part.source, str):
                     return await fetch(part.source, self._sources, part.param)
@@ -269,7 +269,7 @@ class MediaService:
             found[one.part.key] = item
         return found
 
-    def _check_bytes(self, part: Part, data: bytes) -> None:
+    def _check_bytes(self, part: MediaPart, data: bytes) -> None:
         if len(data) > self._sources.max_bytes:
             raise RequestError(
                 f"{part.param}: the picture has {len(data):,} bytes, limit "
@@ -291,14 +291,14 @@ class MediaService:
                 hint='Send fewer or smaller ones, or set "detail": "low"',
             )
 
-    async def _measure(self, part: Part, data: bytes, deadline_s: float) -> _Measured:
-        answer = await self._ask(part, Task(data, self._max_pixels), deadline_s)
+    async def _measure(self, part: MediaPart, data: bytes, deadline_s: float) -> _Measured:
+        answer = await self._ask(part, PictureTask(data, self._max_pixels), deadline_s)
         settings = dict(with_options(self.media.rule, self._settings, part.options))
         layout = layout_of(self.media.rule, answer.width, answer.height, settings)
         return _Measured(part, data, settings, layout)
 
     async def _decode(self, one: _Measured, deadline_s: float) -> PreparedItem:
-        task = Task(one.data, self._max_pixels, self.media.rule, one.settings)
+        task = PictureTask(one.data, self._max_pixels, self.media.rule, one.settings)
         answer = await self._ask(one.part, task, deadline_s)
         layout = one.layout
         content = Content(
@@ -321,11 +321,13 @@ class MediaService:
             self._encoded[text] = tuple(await asyncio.to_thread(encode, text, False))
         return self._encoded[text]
 
-    async def _ask(self, part: Part, task: Task, deadline_s: float) -> Answer:
+    async def _ask(self, part: MediaPart, task: PictureTask, deadline_s: float) -> DecodedPicture:
         try:
             answer = await self._workers.run(task, deadline_s)
         except WorkerEnded:
-            answer = Answer(error="it takes too long or too much memory, or breaks its decoder")
+            answer = DecodedPicture(
+                error="it takes too long or too much memory, or breaks its decoder"
+            )
         if answer.error:
             raise RequestError(
                 f"{part.param}: the picture is refused: {answer.error}",
@@ -341,13 +343,13 @@ def _owned(item: PreparedItem, tenant: bytes) -> PreparedItem:
     return replace(item, content=msgspec.structs.replace(item.content, digest=digest))
 
 
-def _cache_key(part: Part, data: bytes, tenant: bytes) -> bytes:
+def _cache_key(part: MediaPart, data: bytes, tenant: bytes) -> bytes:
     found = hashlib.sha256(repr((tenant, sorted(part.options.items()))).encode())
     found.update(data)
     return found.digest()
 
 
-def unread_options(rule: str, part: Part) -> list[str]:
+def unread_options(rule: str, part: MediaPart) -> list[str]:
     """Options of a part that change nothing with this rule."""
     return [name for name in part.options if name != "detail" and name not in OPTIONS.get(rule, ())]
 

@@ -1,7 +1,7 @@
 """MediaProcesses: decodes pictures in worker processes (worker.py) with limits of time and memory.
 
-A task is uint64 length, float64 seconds of processor time, and a body in msgpack (`Task`). An
-answer is a uint64 length and msgpack (`Answer`). All little-endian.
+A task is uint64 length, float64 seconds of processor time, and a body in msgpack (`PictureTask`). An
+answer is a uint64 length and msgpack (`DecodedPicture`). All little-endian.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _MAX_ANSWER_BYTES = 1 << 30
 _MODULE = "banyan.media.worker"
 
 
-class Task(msgspec.Struct, frozen=True):
+class PictureTask(msgspec.Struct, frozen=True):
     """A file, and what to do with it.
 
     `rule` "" = report the size only. `settings` are those of the rule.
@@ -36,7 +36,7 @@ class Task(msgspec.Struct, frozen=True):
     settings: dict[str, object] = msgspec.field(default_factory=dict[str, object])
 
 
-class Answer(msgspec.Struct, frozen=True):
+class DecodedPicture(msgspec.Struct, frozen=True):
     """`error` != "": the picture is refused. `patches` and `digest` are empty for a size."""
 
     width: int = 0
@@ -60,7 +60,7 @@ class MediaProcesses:
             self._idle.put(None)
         self._children: list[WorkerProcess] = []
 
-    async def run(self, task: Task, deadline_s: float) -> Answer:
+    async def run(self, task: PictureTask, deadline_s: float) -> DecodedPicture:
         """Raises WorkerEnded, also when the task is not done by the deadline or takes TASK_S."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._run, task, deadline_s)
@@ -70,7 +70,7 @@ class MediaProcesses:
             child.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, task: Task, deadline_s: float) -> Answer:
+    def _run(self, task: PictureTask, deadline_s: float) -> DecodedPicture:
         body = msgspec.msgpack.encode(task)
         child = self._idle.get()
         try:
@@ -80,7 +80,7 @@ class MediaProcesses:
                 child = WorkerProcess(_MODULE, max_answer_bytes=_MAX_ANSWER_BYTES)
                 self._children.append(child)
             answer = child.run(TASK.pack(len(body), TASK_S) + body, left_s)
-            return msgspec.msgpack.decode(answer, type=Answer)
+            return msgspec.msgpack.decode(answer, type=DecodedPicture)
         except (EOFError, TimeoutError, ValueError) as error:
             log.warning("a media worker has ended during a task (%s)", type(error).__name__)
             if child is not None:

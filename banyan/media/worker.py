@@ -17,7 +17,7 @@ from PIL import Image
 from banyan.base.child_process import LENGTH
 from banyan.base.memory import give_back, let_go
 from banyan.media.pixels import BadPicture, decode, digest_of, open_picture, patches_of, size_of
-from banyan.media.processes import TASK, Answer, Task
+from banyan.media.processes import TASK, DecodedPicture, PictureTask
 from banyan.media.rules import layout_of
 
 ROOM_BYTES = 256 << 20
@@ -26,23 +26,23 @@ PIXEL_BYTES = 24
 """Most bytes per pixel of a picture while it is decoded and resized."""
 
 
-def answer_of(task: Task) -> Answer:
+def answer_of(task: PictureTask) -> DecodedPicture:
     """Decode the picture of a task, or only read its header."""
     try:
         picture = open_picture(task.data, task.max_pixels)
         width, height = size_of(picture)
         if not task.rule:
-            return Answer(width, height)
+            return DecodedPicture(width, height)
         shown = decode(picture)
         width, height = shown.size
         layout = layout_of(task.rule, width, height, task.settings)
         patches = patches_of(shown, task.rule, layout, task.settings)
         digest = digest_of(shown, task.rule, task.settings)
-        return Answer(width, height, digest, patches.tobytes())
+        return DecodedPicture(width, height, digest, patches.tobytes())
     except BadPicture as error:
-        return Answer(error=str(error))
+        return DecodedPicture(error=str(error))
     except MemoryError:
-        return Answer(error="it takes too much memory to decode")
+        return DecodedPicture(error="it takes too much memory to decode")
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
         base_bytes = int(file.read().split()[0]) * resource.getpagesize()
     let_go()
-    decoder = msgspec.msgpack.Decoder(Task)
+    decoder = msgspec.msgpack.Decoder(PictureTask)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
     while len(head := tasks.read(TASK.size)) == TASK.size:
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _serve(
-    decoder: "msgspec.msgpack.Decoder[Task]",
+    decoder: "msgspec.msgpack.Decoder[PictureTask]",
     body: bytes,
     time_s: float,
     base_bytes: int,

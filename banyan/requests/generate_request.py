@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.media.parts import IMAGE, Part, read_options, source_of
+from banyan.media.parts import IMAGE, MediaPart, read_options, source_of
 from banyan.media.preparation import Expanded, MediaService, expanded
 from banyan.requests import constraint
 from banyan.requests.lora_names import AdapterNames
@@ -310,7 +310,7 @@ def _image_data(fields: Fields, num_prompts: int) -> list[list[object]]:
     return [v if isinstance(v, list) else [] if v is None else [v] for v in each]
 
 
-def _picture(value: object, param: str) -> Part:
+def _picture(value: object, param: str) -> MediaPart:
     """A URL, base64, a path as file: URL, bytes (offline), or {"url" | "image": one of these}."""
     if isinstance(value, Mapping):
         if value.get("format") is not None:
@@ -324,13 +324,13 @@ def _picture(value: object, param: str) -> Part:
         inner = value.get("url", value.get("image"))
         return replace(_picture(inner, param), options=options)
     if isinstance(value, bytes):
-        return Part(IMAGE, value, param)
+        return MediaPart(IMAGE, value, param)
     if not isinstance(value, str) or not value:
         raise RequestError(
             f"{param} must be a URL, base64 or an object with a url, got {type(value).__name__}",
             param="image_data",
         )
-    return Part(IMAGE, source_of(value, param), param)
+    return MediaPart(IMAGE, source_of(value, param), param)
 
 
 def _prompts(fields: Fields, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:

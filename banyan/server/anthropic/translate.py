@@ -300,9 +300,8 @@ def _result(block: Block, place: str, names: dict[str, str]) -> Json:
         raise _refusal(f"{place}.content must be a text or a list of blocks")
     content = content or ""
     if block.get("is_error") is True:
-        content = (
-            f"Error: {content}" if isinstance(content, str) else content_of(["Error:", *found])
-        )
+        is_text = isinstance(content, str)
+        content = f"Error: {content}" if is_text else [{"type": "text", "text": "Error:"}, *content]
     message: Json = {"role": "tool", "tool_call_id": id, "content": content}
     if id in names:
         message["name"] = names[id]

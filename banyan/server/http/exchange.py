@@ -190,28 +190,6 @@ class HttpExchange:
         self._send = send
         self._send_timeout_s = send_timeout_s
 
-    async def read_prompt(self, work: Callable[[Json], T], media: MediaService | None) -> T:
-        """`work` of the JSON body, in a thread; with its pictures, if it has any.
-
-        `work` runs twice if it has: it raises NeedsMedia, the pictures are prepared, and it finds
-        them in `context.media`.
-
-        Args:
-            media: of the model; None = it takes no pictures, which `work` refuses.
-        """
-        try:
-            return await self.request.read(work, waits=True)
-        except NeedsMedia as needed:
-            assert media is not None, "a model without pictures refuses them"
-            self.context.warnings.clear()
-            try:
-                found = await media.prepare(needed.parts, self.context.tenant)
-            except BaseException:
-                self.request.drop_body()
-                raise
-            self.context.media.items |= found
-        return await self.request.read(work, waits=True)
-
     def stop(self, why: RequestError | ClientGone) -> None:
         """End the request from outside. The cancellation releases what its work holds."""
         if self.ending is None and self.work is not None and not self.work.done():
@@ -348,6 +326,31 @@ class _Begun:
         except BaseException as error:  # pass a cancellation to the awaitable
             yield self._steps.throw(error)
         yield from self._steps
+
+
+async def read_prompt(
+    exchange: HttpExchange, work: Callable[[Json], T], media: MediaService | None
+) -> T:
+    """`work` of the JSON body, in a thread; with its pictures, if it has any.
+
+    `work` runs twice if it has: it raises NeedsMedia, the pictures are prepared, and it finds them
+    in `context.media`.
+
+    Args:
+        media: of the model; None = it takes no pictures, which `work` refuses.
+    """
+    try:
+        return await exchange.request.read(work, waits=True)
+    except NeedsMedia as needed:
+        assert media is not None, "a model without pictures refuses them"
+        exchange.context.warnings.clear()
+        try:
+            found = await media.prepare(needed.parts, exchange.context.tenant)
+        except BaseException:
+            exchange.request.drop_body()
+            raise
+        exchange.context.media.items |= found
+    return await exchange.request.read(work, waits=True)
 
 
 async def follow(

@@ -14,7 +14,7 @@ from banyan.requests.request_spec import RequestContext, RequestSpec
 from banyan.server.embeddings import VectorRequest, vector_specs, vectors_of
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OLLAMA
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, read_prompt
 from banyan.server.http.route import Body, Route
 from banyan.server.ollama import models
 from banyan.server.ollama.answer import OllamaAnswer, now
@@ -125,7 +125,7 @@ async def _answer(
     """Read the body, run it and answer; `empty` is the answer of an empty request."""
     started_ns = time.monotonic_ns()
     try:
-        request, asked = await exchange.read_prompt(read, service.media)
+        request, asked = await read_prompt(exchange, read, service.media)
     except RequestError as error:
         raise with_names(error, FIELD_NAMES) from None
     if asked is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list, is_object
 from banyan.chat_template.template import REASONING_MEMBERS, RESERVED
-from banyan.media.parts import Part, is_media, read_part
+from banyan.media.parts import MediaPart, is_media, read_part
 from banyan.media.preparation import Expanded, expanded, unread_options
 from banyan.parsers.partial_json import object_text
 from banyan.parsers.tool_calls.base import CallTag
@@ -65,7 +65,7 @@ def chat_ids(context: RequestContext, service: Service, chat: Conversation) -> E
         ("chat_template_kwargs", chat.options),
     ):
         check_depth(value, param)
-    parts: list[Part] | None = [] if service.media else None
+    parts: list[MediaPart] | None = [] if service.media else None
     messages = checked_messages(chat.messages, chat.continue_final_message, parts)
     items = context.media.of(parts) if parts else []
     if chat.continue_final_message and messages[-1]["role"] != "assistant":
@@ -131,7 +131,7 @@ def checked_ids(ids: list[int], service: Service, param: str) -> list[int]:
 
 
 def checked_messages(
-    messages: list[Json], continues_last: bool = False, media: list[Part] | None = None
+    messages: list[Json], continues_last: bool = False, media: list[MediaPart] | None = None
 ) -> list[Json]:
     """Messages with known roles, with a text or parts as content, and with objects as the arguments
     of their calls.
@@ -205,7 +205,7 @@ def whole_texts(message: Json) -> Json:
     return {k: "".join(v) if isinstance(v, _Growing) else v for k, v in message.items()}
 
 
-def _message(message: Json, index: int, is_open: bool, media: list[Part] | None) -> Json:
+def _message(message: Json, index: int, is_open: bool, media: list[MediaPart] | None) -> Json:
     role = message.get("role")
     known = role.lower() if isinstance(role, str) and len(role) <= 32 else ""
     if known not in _ROLES:
@@ -250,7 +250,7 @@ def _without_thinking(parts: list[object]) -> tuple[list[object], str]:
 
 
 def _content(
-    content: object, index: int, role: str, media: list[Part] | None
+    content: object, index: int, role: str, media: list[MediaPart] | None
 ) -> str | list[Json] | None:
     if content is None:
         return None if role == "assistant" else ""

@@ -21,7 +21,7 @@ from banyan.requests.generation import run
 from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json, internal
 from banyan.server.http.dialect import RESPONSES
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, read_prompt
 from banyan.server.http.route import Body, Route
 from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.files import listed, page
@@ -181,7 +181,7 @@ async def create(exchange: HttpExchange, state: ServerState) -> None:
         asked = _Asked(request, model, adapter, before, given, offered)
         return asked, plan_turn(asked, request, [], report)
 
-    asked, plan = await exchange.read_prompt(read, service.media)
+    asked, plan = await read_prompt(exchange, read, service.media)
     request, model, before, given = asked.request, asked.model, asked.before, asked.given
     offered = asked.offered
 
@@ -258,7 +258,7 @@ async def input_tokens(exchange: HttpExchange, state: ServerState) -> None:
         chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)
         return chat_prompt(exchange.context, service, chat, report)[0].ids
 
-    ids = await exchange.read_prompt(read, service.media)
+    ids = await read_prompt(exchange, read, service.media)
     await exchange.json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 

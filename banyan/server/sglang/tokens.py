@@ -10,7 +10,7 @@ from banyan.parsers.tool_calls.definitions import read_tools
 from banyan.requests.prompts import encode_texts
 from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, read_prompt
 from banyan.server.openai.prompts import Conversation, chat_ids, check_count, ids_text
 from banyan.server.openai.schema import Message, typed
 from banyan.server.state import ServerState, Service
@@ -41,8 +41,8 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 async def tokenize(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
     context = exchange.context
-    found, is_list = await exchange.read_prompt(
-        lambda raw: _tokenized(context, service, raw), service.media
+    found, is_list = await read_prompt(
+        exchange, lambda raw: _tokenized(context, service, raw), service.media
     )
     await exchange.json(
         {
