@@ -9,6 +9,7 @@ import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -193,8 +194,9 @@ def own_picture(value: object) -> object:
         return _png(Image.fromarray(value))
     if isinstance(value, Image.Image):
         return _png(value)
-    is_short = isinstance(value, str) and len(value) < MAX_PATH_CHARS
-    if isinstance(value, os.PathLike) or (is_short and os.path.isfile(value)):
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, str) and len(value) < MAX_PATH_CHARS and os.path.isfile(value):
         return os.path.abspath(value)
     return value
 

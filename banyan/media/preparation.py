@@ -68,7 +68,7 @@ class NeedsMedia(Exception):
 
 @dataclass
 class PreparedMedia:
-    """The prepared pictures of one request, by `MediaPart.key`; empty until something needs them."""
+    """The prepared pictures of a request, by `MediaPart.key`; empty until something needs them."""
 
     items: dict[bytes, PreparedItem] = field(default_factory=dict[bytes, PreparedItem])
 

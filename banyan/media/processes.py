@@ -1,6 +1,6 @@
-"""MediaProcesses: decodes pictures in worker processes (worker.py) with limits of time and memory.
+"""MediaProcesses: decodes pictures in worker processes (worker.py), with time and memory limits.
 
-A task is uint64 length, float64 seconds of processor time, and a body in msgpack (`PictureTask`). An
+A task is uint64 length, float64 seconds of processor time, and a `PictureTask` in msgpack. An
 answer is a uint64 length and msgpack (`DecodedPicture`). All little-endian.
 """
 
