@@ -143,7 +143,9 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
         def construct_whole_number(self, node: yaml.ScalarNode) -> int:
             if len(str(node.value)) > _MAX_DIGITS:
                 line = node.start_mark.line + 1
-                raise ConfigError(f"{path}, line {line}: a number of more than {_MAX_DIGITS} digits")
+                raise ConfigError(
+                    f"{path}, line {line}: a number of more than {_MAX_DIGITS} digits"
+                )
             return self.construct_yaml_int(node)
 
     UniqueKeys.add_constructor("tag:yaml.org,2002:int", UniqueKeys.construct_whole_number)

@@ -1,7 +1,7 @@
 """Authentication: bearer keys, admin routes, callers that a router names, and protection of local
 servers against web pages.
 
-Keys are compared as SHA-256 digests in constant time. Nothing here can print a key.
+Keys are looked up as SHA-256 digests. Nothing here can print a key.
 """
 
 import hashlib
