@@ -18,8 +18,8 @@ from banyan.base.errors import RequestError
 from banyan.media.parts import MAX_PATH_CHARS
 from banyan.media.rules import MERGE_ORDER, Layout, Settings, View
 
-FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
-"""Pillow's names of the formats that are read. MPO is a JPEG file with more pictures in it."""
+FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
+"""Pillow's names of the formats that are read."""
 MAX_SIDE = 65_535
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
@@ -37,6 +37,7 @@ def open_picture(data: bytes, max_pixels: int) -> Image.Image:
     Raises:
         BadPicture: another format, a broken header, or more than `max_pixels`.
     """
+    Image.init()  # loads the readers, once
     Image.MAX_IMAGE_PIXELS = None  # checked here, with the server's own bound
     try:
         with warnings.catch_warnings():
@@ -60,8 +61,13 @@ def open_picture(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def size_of(picture: Image.Image) -> tuple[int, int]:
-    """Width and height as it is shown: after the rotation that its EXIF data asks for."""
+    """Width and height as it is shown: after the rotation that its EXIF data asks for.
+
+    Of a PNG file only EXIF data before its pixels counts: reading on would decode them.
+    """
     width, height = picture.size
+    if picture.format == "PNG" and "exif" not in picture.info:
+        return width, height
     return (height, width) if _orientation(picture) in _TURNED else (width, height)
 
 
@@ -90,9 +96,9 @@ def decode(picture: Image.Image) -> Image.Image:
     Raises:
         BadPicture: the file is truncated or broken.
     """
-    turn = _TURNS.get(_orientation(picture))
     try:
         picture.load()
+        turn = _TURNS.get(_orientation(picture))
         found = _rgb(picture)
     except MemoryError:
         raise

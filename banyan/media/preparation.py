@@ -157,38 +157,38 @@ class MediaService:
     """Prepares the pictures of requests for one model.
 
     Args:
-        media: how the model takes pictures.
+        model: how it takes pictures.
         max_tokens: context length; a request whose pictures alone are longer is refused.
     """
 
     def __init__(
-        self, media: MediaConfig, options: MediaOptions, tokenizer: Tokenizer, max_tokens: int
+        self, model: MediaConfig, media: MediaOptions, tokenizer: Tokenizer, max_tokens: int
     ) -> None:
-        if media.rule not in RULES:
+        if model.rule not in RULES:
             raise ConfigError(
-                f"the model's resolution rule {media.rule!r} is not known",
+                f"the model's resolution rule {model.rule!r} is not known",
                 f"known: {', '.join(RULES)}; --language-model-only serves its text",
             )
+        self.model = model
         self.media = media
-        self.options = options
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._settings = _settings(media, options.process)
-        self._max_pixels = _max_pixels(options.process)
+        self._settings = _settings(model, media.process)
+        self._max_pixels = _max_pixels(media.process)
         self._sources = SourceLimits(
-            options.max_file_mb << 20,
-            tuple(domain.lower().rstrip(".") for domain in options.domains),
-            os.path.realpath(options.folder) if options.folder else "",
+            media.max_file_mb << 20,
+            tuple(domain.lower().rstrip(".") for domain in media.domains),
+            os.path.realpath(media.folder) if media.folder else "",
         )
-        self._slots = asyncio.Semaphore(options.max_concurrent or 1)
-        self._cache = ItemCache(options.cache_mb << 20)
-        self._workers = MediaProcesses(options.workers or max(1, min(4, num_cores() - 1)))
+        self._slots = asyncio.Semaphore(media.max_concurrent or 1)
+        self._cache = ItemCache(media.cache_mb << 20)
+        self._workers = MediaProcesses(media.workers or max(1, min(4, num_cores() - 1)))
         self._encoded: dict[str, tuple[int, ...]] = {}
 
     @property
     def placeholder(self) -> int:
         """Token id that the chat template writes for a picture."""
-        return self.media.image_token
+        return self.model.image_token
 
     @property
     def placeholder_text(self) -> str:
@@ -206,7 +206,7 @@ class MediaService:
             RequestError: 400; too many parts, or one cannot be fetched, read or decoded in time.
         """
         self.check_count(len(parts))
-        limit_s = self.options.timeout_s or NO_LIMIT_S
+        limit_s = self.media.timeout_s or NO_LIMIT_S
         async with self._slots:
             try:
                 async with asyncio.timeout(limit_s):
@@ -214,7 +214,7 @@ class MediaService:
             except TimeoutError:
                 raise RequestError(
                     f"the {len(parts)} pictures were not fetched and decoded within "
-                    f"{self.options.timeout_s:g} s",
+                    f"{self.media.timeout_s:g} s",
                     param="messages",
                     code="media_timed_out",
                     hint="Send fewer or smaller ones, or start with a longer "
@@ -223,7 +223,7 @@ class MediaService:
 
     def check_count(self, count: int) -> None:
         """RequestError if a request has more pictures than it may have."""
-        given = self.options.limits.get("image")
+        given = self.media.limits.get("image")
         most = given if isinstance(given, int) else MAX_PARTS
         if count > most:
             raise RequestError(
@@ -293,18 +293,18 @@ class MediaService:
 
     async def _measure(self, part: MediaPart, data: bytes, deadline_s: float) -> _Measured:
         answer = await self._ask(part, PictureTask(data, self._max_pixels), deadline_s)
-        settings = dict(with_options(self.media.rule, self._settings, part.options))
-        layout = layout_of(self.media.rule, answer.width, answer.height, settings)
+        settings = dict(with_options(self.model.rule, self._settings, part.options))
+        layout = layout_of(self.model.rule, answer.width, answer.height, settings)
         return _Measured(part, data, settings, layout)
 
     async def _decode(self, one: _Measured, deadline_s: float) -> PreparedItem:
-        task = PictureTask(one.data, self._max_pixels, self.media.rule, one.settings)
+        task = PictureTask(one.data, self._max_pixels, self.model.rule, one.settings)
         answer = await self._ask(one.part, task, deadline_s)
-        layout = one.layout
+        layout = layout_of(self.model.rule, answer.width, answer.height, one.settings)
         content = Content(
             answer.digest, ContentKind.PATCHES, answer.patches, layout.grid, layout.rows
         )
-        ids: list[int] = list(self.media.begin)
+        ids: list[int] = list(self.model.begin)
         runs: list[tuple[int, int]] = []
         for piece in layout.stretch:
             if isinstance(piece, str):
@@ -312,8 +312,8 @@ class MediaService:
             else:
                 runs.append((len(ids), piece))
                 ids += [self.placeholder] * piece
-        ids += self.media.end
-        return PreparedItem(content, tuple(ids), tuple(runs), layout.shape, self.media.is_mutual)
+        ids += self.model.end
+        return PreparedItem(content, tuple(ids), tuple(runs), layout.shape, self.model.is_mutual)
 
     async def _ids(self, text: str) -> tuple[int, ...]:
         if text not in self._encoded:
@@ -354,28 +354,28 @@ def unread_options(rule: str, part: MediaPart) -> list[str]:
     return [name for name in part.options if name != "detail" and name not in OPTIONS.get(rule, ())]
 
 
-def check_media(options: MediaOptions) -> None:
+def check_media(media: MediaOptions) -> None:
     """ConfigError if a JSON flag or the folder cannot be meant."""
-    for name in options.process:
-        if name != "image" or not isinstance(options.process[name], Mapping):
+    for name in media.process:
+        if name != "image" or not isinstance(media.process[name], Mapping):
             raise ConfigError(
                 f"--mm-process-config: {name[:40]!r} must be image, with an object of settings",
                 "models here take pictures only",
             )
-    _max_pixels(options.process)
-    for name, value in options.limits.items():
+    _max_pixels(media.process)
+    for name, value in media.limits.items():
         if name not in ("image", "video", "audio") or type(value) is not int or value < 0:
             raise ConfigError(
                 "--limit-mm-data-per-request must be numbers by kind, like "
                 f'{{"image": 4}}, got {name[:40]!r}: {str(value)[:40]}'
             )
-    if options.folder and not os.path.isdir(options.folder):
-        raise ConfigError(f"--allowed-local-media-path {options.folder!r} is no folder here")
+    if media.folder and not os.path.isdir(media.folder):
+        raise ConfigError(f"--allowed-local-media-path {media.folder!r} is no folder here")
 
 
-def _settings(media: MediaConfig, process: Mapping[str, object]) -> dict[str, object]:
+def _settings(model: MediaConfig, process: Mapping[str, object]) -> dict[str, object]:
     """The rule's settings, with those of --mm-process-config over them."""
-    settings: dict[str, object] = dict(media.settings)
+    settings: dict[str, object] = dict(model.settings)
     image = process.get("image", {})
     assert isinstance(image, Mapping)
     for name, value in image.items():

@@ -257,14 +257,17 @@ def _read_file(url: str, limits: SourceLimits, refuse: _Refusal) -> bytes:
         descriptor = os.open(unquote(parts.path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise refuse(f"{_short(error)}") from None
-    with open(descriptor, "rb") as file:
+    try:
         # The path of what is open now: a link that changes meanwhile does not matter.
         real = os.readlink(f"/proc/self/fd/{descriptor}")
         if os.path.commonpath([real, limits.folder]) != limits.folder:
             raise refuse("the file is outside of the allowed folder")
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise refuse("it is not a regular file")
-        data = file.read(limits.max_bytes + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(limits.max_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > limits.max_bytes:
         raise refuse(f"the file has more than {limits.max_bytes >> 20} MB")
     return data

@@ -50,7 +50,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    Image.init()  # imports the readers of all formats
+    Image.init()  # loads the readers, before files can no longer be opened
     with open("/proc/self/statm", encoding="ascii") as file:
         base_bytes = int(file.read().split()[0]) * resource.getpagesize()
     let_go()

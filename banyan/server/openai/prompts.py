@@ -90,7 +90,7 @@ def chat_ids(context: RequestContext, service: Service, chat: Conversation) -> E
     if service.media is None:
         return Expanded(ids)
     for part in parts or []:
-        for name in unread_options(service.media.media.rule, part):
+        for name in unread_options(service.media.model.rule, part):
             context.warn_or_refuse(f"{part.param}.{name}", "pictures of this model have one size")
     return expanded(ids, items, service.media.placeholder)
 
