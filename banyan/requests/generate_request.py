@@ -10,7 +10,6 @@ from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.requests import constraint
-from banyan.requests.context import RequestContext
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.prompts import (
     FLOAT_BYTES,
@@ -23,6 +22,7 @@ from banyan.requests.request_spec import (
     SHARED_FIELDS,
     Fields,
     PromptSpec,
+    RequestContext,
     RequestSpec,
     ScoreOptions,
     build_specs,
