@@ -75,6 +75,14 @@ class PlacedSpan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     is_mutual: bool = False
 
 
+_spans_decoder = msgspec.msgpack.Decoder(list[PlacedSpan])
+
+
+def encode_spans(spans: list[PlacedSpan]) -> bytes:
+    """The value of `Join.spans`."""
+    return msgspec.msgpack.encode(spans) if spans else b""
+
+
 class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request takes a slot. After a retraction `tokens` holds prompt + output so far."""
 
@@ -85,12 +93,16 @@ class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     score_top: int = 0
     score_ids: tuple[int, ...] = ()
     adapter: int = 0
-    embeds: bytes = b""
-    """float32 [prompt_len, hidden] that replaces the prompt's tokens; b"" = use the tokens."""
+    spans: bytes = b""
+    """Stretches of the prompt that take feature rows (`encode_spans`); `tokens` is negative there.
+    In bytes, so that the hash of a plan without any is as before (engine/journal.py)."""
     namespace: bytes = b""
     """Prefix-cache namespace. N-gram drafts come only from requests of the same namespace."""
-    spans: tuple[PlacedSpan, ...] = ()
-    """Stretches of the prompt that take feature rows; `tokens` is negative there."""
+
+    @property
+    def placed(self) -> list[PlacedSpan]:
+        """The spans, in order."""
+        return _spans_decoder.decode(self.spans) if self.spans else []
 
 
 class NewContent(msgspec.Struct, frozen=True, array_like=True):

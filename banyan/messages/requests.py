@@ -90,8 +90,6 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Key of the caller for fair scheduling and for its share of grammar compile time."""
     weight: float = 1.0
     """The caller's share relative to other callers."""
-    embeds: bytes = b""
-    """float32 [prompt, hidden] that replaces the prompt's tokens, which are then placeholders."""
     transfer_id: bytes = msgspec.field(name="room", default=b"")
     """Id of the KV transfer between a prefill and a decode server (messages/disaggregation.py);
     b"" = no disaggregation."""

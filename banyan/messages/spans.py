@@ -7,14 +7,17 @@ becomes features is the business of the runner's towers; here it has only a dige
 """
 
 import hashlib
+import math
+from array import array
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 DIGEST_BYTES = 32
 """SHA-256."""
 TOKEN_BYTES = 4
+_SIGNS = slice(3, None, 4)
+"""The bytes with the signs of little-endian words."""
 
 
 class ContentKind:
@@ -45,7 +48,8 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     offset: int = 0
     """First feature row of the content that the span takes."""
     shape: tuple[int, int, int] = (1, 1, 0)
-    """(t, h, w) of the merged grid, for positions with axes; (1, 1, 0) = a line of `count`."""
+    """(t, h, w) of the merged grid, for positions with axes; (1, 1, 0) = a line of `count`, with
+    the positions of text."""
     kind: str = ContentKind.FEATURES
     is_mutual: bool = False
     """The places attend to each other in both directions."""
@@ -73,22 +77,27 @@ class Content(msgspec.Struct, frozen=True, omit_defaults=True):
     """Feature rows that it becomes."""
 
 
-def place_ids(digest: bytes, count: int, offset: int = 0) -> np.ndarray:
-    """The ids at the places of a span, all negative; int32 [count].
+def place_ids(digest: bytes, count: int, offset: int = 0) -> "array[int]":
+    """The ids at the places of a span, all negative; int32.
 
     Args:
         offset: of the span: its places have the words of the feature rows that they take.
     """
-    words = hashlib.shake_128(digest).digest((offset + count) * TOKEN_BYTES)
-    found = np.frombuffer(words, "<u4")[offset:] | np.uint32(1 << 31)
-    return found.view(np.int32)
+    words = bytearray(hashlib.shake_128(digest).digest((offset + count) * TOKEN_BYTES))
+    words[_SIGNS] = bytes(byte | 0x80 for byte in words[_SIGNS])
+    return array("i", bytes(words[offset * TOKEN_BYTES :]))
+
+
+def end_of_spans(spans: Sequence[Span]) -> int:
+    """First place behind the last span."""
+    return spans[-1].end if spans else 0
 
 
 def ids_with_spans(tokens: bytes, spans: Sequence[Span]) -> bytes:
     """The int32 ids of a prompt, with the ids of each span's places put in."""
     if not spans:
         return tokens
-    ids = np.frombuffer(tokens, np.int32).copy()
+    ids = array("i", tokens)
     for span in spans:
         ids[span.first : span.end] = place_ids(span.digest, span.count, span.offset)
     return ids.tobytes()
@@ -100,7 +109,7 @@ def check_spans(tokens: bytes, spans: Sequence[Span], contents: Sequence[Content
     Raises:
         ValueError: what does not fit, in words for a log: the sender is a program.
     """
-    ids = np.frombuffer(tokens, np.int32)
+    ids = array("i", tokens)
     known = {content.digest: content for content in contents}
     for content in contents:
         if len(content.digest) != DIGEST_BYTES or content.kind not in ContentKind.ALL:
@@ -122,15 +131,13 @@ def check_spans(tokens: bytes, spans: Sequence[Span], contents: Sequence[Content
                 f"the span at place {span.first} takes feature rows {span.offset} … "
                 f"{span.offset + span.count - 1}; its content has {content.rows}"
             )
-        if np.prod(span.grid, dtype=object) != span.count or min(span.grid) < 1:
+        if math.prod(span.grid) != span.count or min(span.grid) < 1:
             raise ValueError(
                 f"the span at place {span.first} has {span.count} places, shape {span.shape}"
             )
-        if not np.array_equal(
-            ids[span.first : span.end], place_ids(span.digest, span.count, span.offset)
-        ):
+        if ids[span.first : span.end] != place_ids(span.digest, span.count, span.offset):
             raise ValueError(f"the ids from place {span.first} are not those of the content")
         end = span.end
     inside = sum(span.count for span in spans)
-    if int((ids < 0).sum()) != inside:
+    if sum(id < 0 for id in ids) != inside:
         raise ValueError("the prompt has negative ids outside of its spans")

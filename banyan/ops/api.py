@@ -103,6 +103,19 @@ class LogitOps(Protocol):
         ...
 
 
+class FeatureOps(Protocol):
+    """Ops of prompts that are given by content."""
+
+    def take_rows(self, x: Tensor, where: Tensor, rows: Tensor, adds: bool = False) -> Tensor:
+        """x, with some of its rows replaced by given ones, or with those added to them.
+
+        x: [tokens, dim] T; where: [tokens] int32, row of `rows` for each token, negative = none;
+        rows: [any, dim] T, may lie apart.
+        returns: [tokens, dim] T.
+        """
+        ...
+
+
 SQUEEZE, QUERY, LATENT, KEYS = PARTS = ("squeeze", "query", "latent", "keys")
 """Its weights: x to squeezed queries, squeezed queries to heads, x to latent and key, heads'
 keys."""
@@ -298,7 +311,15 @@ class Recorder(Protocol):
 
 
 class Ops(
-    ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, IndexOps, PrologueOps, Protocol
+    ExpertOps,
+    StateOps,
+    AdapterOps,
+    AdapterRowOps,
+    LogitOps,
+    FeatureOps,
+    IndexOps,
+    PrologueOps,
+    Protocol,
 ):
     """One bound kernel per op, chosen at start; calls do not dispatch."""
 
@@ -399,15 +420,6 @@ class Ops(
 
         x: [tokens, dim] T; chosen: [n] int64.
         returns: [n, dim] T.
-        """
-        ...
-
-    def take_rows(self, x: Tensor, where: Tensor, rows: Tensor, adds: bool = False) -> Tensor:
-        """x, with some of its rows replaced by given ones, or with those added to them.
-
-        x: [tokens, dim] T; where: [tokens] int32, row of `rows` for each token, negative = none;
-        rows: [any, dim] T, may lie apart.
-        returns: [tokens, dim] T.
         """
         ...
 

@@ -49,6 +49,7 @@ def limits_of(
         max_new_tokens=config.server.max_new_tokens,
         batch_encode=config.server.batch_encode,
         takes_embeds=config.model.implementation != "transformers",
+        embedding_scale=model_config.embedding_scale,
         role=config.handoff.role,
         has_rooms=config.handoff.transfer != "fake",
         media_ids=() if model_config.media is None else _placeholders(model_config.media),

@@ -13,7 +13,13 @@ from banyan.media.parts import IMAGE, MediaPart, read_options, source_of
 from banyan.media.preparation import Expanded, MediaService, expanded
 from banyan.requests import constraint
 from banyan.requests.lora_names import AdapterNames
-from banyan.requests.prompts import PLACEHOLDER, encode_texts, parse_embeds
+from banyan.requests.prompts import (
+    FLOAT_BYTES,
+    PLACEHOLDER,
+    as_contents,
+    encode_texts,
+    parse_embeds,
+)
 from banyan.requests.request_spec import (
     SHARED_FIELDS,
     Fields,
@@ -38,7 +44,6 @@ from banyan.requests.sampling_params import (
 )
 from banyan.tokenizer.tokenizer import Tokenizer
 
-FLOAT_BYTES = 4
 MAX_TOP = 256
 """Best alternatives per position."""
 
@@ -146,12 +151,13 @@ def parse_native(
     embeds, is_batch = _embedded(fields, limits)
     if embeds:
         width = limits.hidden_size * FLOAT_BYTES
-        prompts = [[PLACEHOLDER] * (len(e) // width) for e in embeds]
+        given = [(e, *as_contents(e, limits.hidden_size)) for e in embeds]
+        whole = [Expanded([PLACEHOLDER] * (len(e) // width), s, c) for e, s, c in given]
+        fields.num = len(whole) if is_batch else None
     else:
-        prompts, is_batch = _prompts(fields, tokenizer, limits), _is_batch(fields)
-        embeds = [b""] * len(prompts)
-    fields.num = len(prompts) if is_batch else None
-    whole = _with_pictures(fields, prompts, limits, media, context)
+        prompts = _prompts(fields, tokenizer, limits)
+        fields.num = len(prompts) if _is_batch(fields) else None
+        whole = _with_pictures(fields, prompts, limits, media, context)
     prompts = [prompt.ids for prompt in whole]
     sampling = _sampling(fields)
     parsed = [
@@ -174,12 +180,8 @@ def parse_native(
         context,
         fields,
         [
-            PromptSpec(
-                prompt.ids, options, scores.options, adapter, data, prompt.spans, prompt.contents
-            )
-            for prompt, options, scores, adapter, data in zip(
-                whole, parsed, shown, chosen, embeds, strict=True
-            )
+            PromptSpec(prompt.ids, options, scores.options, adapter, prompt.spans, prompt.contents)
+            for prompt, options, scores, adapter in zip(whole, parsed, shown, chosen, strict=True)
         ],
         "generate",
     )
@@ -255,7 +257,7 @@ def _embedded(fields: Fields, limits: Limits) -> tuple[list[bytes], bool]:
     given = fields.get("input_embeds")
     if given is None:
         return [], False
-    for name in ("text", "input_ids", "return_prompt_token_ids"):
+    for name in ("text", "input_ids", "image_data", "return_prompt_token_ids"):
         if fields.get(name):
             raise RequestError(
                 f"input_embeds stand in place of token ids; leave out {name}", param=name
@@ -280,8 +282,6 @@ def _with_pictures(
             code="not_available",
             hint="Leave image_data out of the request.",
         )
-    if fields.get("input_embeds") is not None:
-        raise RequestError("input_embeds hold the pictures already", param="image_data")
     given = _image_data(fields, len(prompts))
     for listed in given:
         media.check_count(len(listed))

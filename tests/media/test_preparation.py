@@ -78,9 +78,10 @@ def test_a_prompt_has_as_many_places_as_pictures() -> None:
 
 def test_a_request_has_a_number_of_pictures() -> None:
     two = [part(png(40, 40, (i, 0, 0))) for i in range(2)]
-    assert "may have 1 pictures, this one has 2" in refused(
-        media_service(limits={"image": 1}), *two
-    ).text
+    assert (
+        "may have 1 pictures, this one has 2"
+        in refused(media_service(limits={"image": 1}), *two).text
+    )
     assert "may have 0 pictures" in refused(media_service(limits={"image": 0}), two[0]).text
     many = [part(b"x" * 70 + bytes(str(i), "ascii")) for i in range(MAX_PARTS + 1)]
     assert refused(media_service(), *many).code == "too_many_images"
@@ -164,7 +165,9 @@ def test_as_many_processes_decode_as_are_asked_for() -> None:
     service._workers._run = together  # type: ignore[method-assign, assignment]
 
     async def run() -> None:
-        await asyncio.gather(*(service._measure(part(png()), png(), time.monotonic() + 60) for _ in range(3)))
+        await asyncio.gather(
+            *(service._measure(part(png()), png(), time.monotonic() + 60) for _ in range(3))
+        )
 
     asyncio.run(run())
     assert 1 <= len(service._workers._children) <= 3

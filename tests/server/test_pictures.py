@@ -226,11 +226,18 @@ def test_usage_counts_the_places_of_pictures(eyes: Eyes) -> None:
     assert tokens(IMAGE, TEXT) == without + len("[]") + 6
     assert tokens(IMAGE, TEXT, IMAGE) == without + 2 * len("[]") + 12
     body = chat(IMAGE, TEXT, model="tiny", max_tokens=1)
-    listed = eyes.post("/v1/messages/count_tokens", {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": [
-            {"type": "image", "source": {"type": "url", "url": URL}}, TEXT]}],
-    }).json()["input_tokens"]
+    listed = eyes.post(
+        "/v1/messages/count_tokens",
+        {
+            "model": "tiny",
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "source": {"type": "url", "url": URL}}, TEXT],
+                }
+            ],
+        },
+    ).json()["input_tokens"]
     assert listed == eyes.post(CHAT, body).json()["usage"]["prompt_tokens"]
     shown = eyes.post("/tokenize", {"messages": chat(IMAGE, TEXT)["messages"]}).json()
     assert shown["count"] == listed and shown["tokens"].count(eyes.pad) == 6

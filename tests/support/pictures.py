@@ -23,7 +23,9 @@ TOWER = TowerConfig(blocks=1, width=8, heads=1, inner=8, out=8, patch=14, tempor
 SETTINGS = {"patch": 14, "merge": 2, "temporal": 2, "min_pixels": 56 * 56, "max_pixels": 200_704}
 
 
-def png(width: int = 60, height: int = 40, colour: object = (200, 30, 60), mode: str = "RGB") -> bytes:
+def png(
+    width: int = 60, height: int = 40, colour: object = (200, 30, 60), mode: str = "RGB"
+) -> bytes:
     return encoded(Image.new(mode, (width, height), colour), "PNG")
 
 
@@ -44,7 +46,9 @@ def chunk(name: bytes, body: bytes) -> bytes:
 def png_of_size(width: int, height: int, pixels: bytes = b"") -> bytes:
     """A PNG file whose header says this size, with these compressed pixels."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    )
 
 
 def hostile_files() -> dict[str, bytes]:
