@@ -40,7 +40,7 @@ FLAGS = (
     Flag(
         "mm-process-config",
         "media.process",
-        'JSON {"image": {...}}: settings over those of the model\'s image processor, e.g. '
+        'JSON {"image": {...}}: settings that override the model\'s image processor, e.g. '
         "max_pixels; max_image_pixels bounds a file (40 million)",
         kind=JSON,
         proof="tests/media/test_preparation.py::test_settings_of_the_operator_override_the_models",
