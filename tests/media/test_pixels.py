@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("PIL")
 
-import numpy as np  # noqa: E402
-from PIL import Image, ImageOps  # noqa: E402
+import numpy as np
+from PIL import Image, ImageOps
 
-from banyan.media.pixels import (  # noqa: E402
+from banyan.media.pixels import (
     BadPicture,
     decode,
     digest_of,
@@ -15,9 +15,9 @@ from banyan.media.pixels import (  # noqa: E402
     own_picture,
     size_of,
 )
-from banyan.media.processes import PictureTask  # noqa: E402
-from banyan.media.worker import answer_of  # noqa: E402
-from tests.support.pictures import SETTINGS, encoded, hostile_files, png  # noqa: E402
+from banyan.media.processes import PictureTask
+from banyan.media.worker import answer_of
+from tests.support.pictures import SETTINGS, encoded, hostile_files, png
 
 MANY = 40_000_000
 

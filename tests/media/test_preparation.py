@@ -9,20 +9,20 @@ import pytest
 
 pytest.importorskip("PIL")
 
-from PIL import Image  # noqa: E402
+from PIL import Image
 
-from banyan.base.errors import ConfigError, RequestError  # noqa: E402
-from banyan.config.schema import MediaOptions  # noqa: E402
-from banyan.media.parts import MediaPart  # noqa: E402
-from banyan.media.preparation import (  # noqa: E402
+from banyan.base.errors import ConfigError, RequestError
+from banyan.config.schema import MediaOptions
+from banyan.media.parts import MediaPart
+from banyan.media.preparation import (
     MAX_PARTS,
     MediaService,
     PreparedItem,
     check_media,
     expanded,
 )
-from banyan.media.processes import WorkerEnded  # noqa: E402
-from tests.support.pictures import (  # noqa: E402
+from banyan.media.processes import WorkerEnded
+from tests.support.pictures import (
     byte_tokenizer,
     encoded,
     host,

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("PIL")
 
-from banyan.base.errors import RequestError  # noqa: E402
-from banyan.media.sources import MAX_REDIRECTS, SourceLimits, fetch, is_public  # noqa: E402
-from tests.support.pictures import host, png  # noqa: E402
+from banyan.base.errors import RequestError
+from banyan.media.sources import MAX_REDIRECTS, SourceLimits, fetch, is_public
+from tests.support.pictures import host, png
 
 LOCAL = ("127.0.0.1",)
 SMALL = 1 << 20

@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("PIL")
 
-from banyan.base.errors import RequestError  # noqa: E402
-from banyan.chat_template.template import load_chat  # noqa: E402
-from banyan.messages.spans import check_spans  # noqa: E402
-from banyan.requests.admission import check_spec  # noqa: E402
-from banyan.requests.request_spec import RequestSpec  # noqa: E402
-from tests.server.fakes import SPECIAL, Site  # noqa: E402
-from tests.support.pictures import (  # noqa: E402
+from banyan.base.errors import RequestError
+from banyan.chat_template.template import load_chat
+from banyan.messages.spans import check_spans
+from banyan.requests.admission import check_spec
+from banyan.requests.request_spec import RequestSpec
+from tests.server.fakes import SPECIAL, Site
+from tests.support.pictures import (
     PAD,
     byte_tokenizer,
     data_url,
