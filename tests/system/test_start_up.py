@@ -12,7 +12,7 @@ import shutil
 import signal
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from banyan.ops.cpu.build import BuildError, cached_library
 from banyan.server.lifecycle.startup import READY_LINE
-from tests.system.serving import launch, run_to_end, wait_until
+from tests.system.serving import Server, launch, run_to_end, serving, wait_until
 
 LIMIT_S = 5.0
 """CPU seconds."""
@@ -111,6 +111,13 @@ def test_the_phases_that_are_printed_account_for_the_time_it_took(server):
         info = running.http.get("/get_server_info").json()
         assert sum(info["startup_phases"].values()) == pytest.approx(info["startup_time"])
         assert info["startup_time"] == pytest.approx(total_s, rel=0.05)
+
+
+@pytest.fixture
+def demo_server(demo_model: Path, log: Path) -> Iterator[Server]:
+    """One that nothing was asked yet."""
+    with serving(log, "--model-path", "demo") as running:
+        yield running
 
 
 def test_memory_is_bounded_by_the_size_of_the_model(demo_model, demo_server):
