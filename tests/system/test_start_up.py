@@ -122,6 +122,7 @@ def demo_server(demo_model: Path, log: Path) -> Iterator[Server]:
 
 def test_memory_is_bounded_by_the_size_of_the_model(demo_model, demo_server):
     """350 MiB for the libraries of all processes, weights once and a half, pages that are used."""
+    wait_until(lambda: READY_LINE in demo_server.log.read_text(), PATIENCE_S, READY_LINE)
     info = demo_server.http.get("/server_info").json()
     assert info["facts"]["memory"]["weight_bytes"] == demo_model.stat().st_size
     assert info["facts"]["memory"]["process_bytes"] > demo_model.stat().st_size
