@@ -29,6 +29,8 @@ from banyan.server.state import ServerState
 
 log = logger(__name__)
 
+SERVICE = "sglang.grpc.scheduler.SglangScheduler"
+
 SEND_TIMEOUT_S = 30.0
 """A call is aborted if its client takes no message for this long."""
 KEEPALIVE_S = 60
@@ -57,24 +59,49 @@ STATUS_CODES = {
 """HTTP status of a RequestError -> gRPC status; INTERNAL for all others."""
 
 
+def status_of(error: RequestError) -> grpc.StatusCode:
+    return STATUS_CODES.get(error.status, grpc.StatusCode.INTERNAL)
+
+
 class Call:
     """One open call.
 
     Attributes:
         context: the request without its transport.
         is_probe: a health check; draining does not wait for it.
+        method: its name.
+        trace: value of `traceresponse`; "" = not traced.
         ending: why `stop` ended the call.
         waits_since_s: monotonic time at which a message began to wait for the client.
     """
 
-    def __init__(self, rpc: grpc.aio.ServicerContext, context: RequestContext, is_probe: bool):
+    def __init__(
+        self,
+        rpc: grpc.aio.ServicerContext,
+        context: RequestContext,
+        method: str,
+        is_probe: bool = False,
+    ) -> None:
         self.context = context
+        self.method = method
+        self.trace = ""
         self.is_probe = is_probe
         self.ending: RequestError | None = None
         self.waits_since_s: float | None = None
         self.began_s = time.monotonic()
         self._rpc = rpc
         self._task = asyncio.current_task()
+
+    def span(self) -> tuple[str, dict[str, str]]:
+        """Name and attributes of its trace span."""
+        facts = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": self.method}
+        return f"{SERVICE}/{self.method}", facts
+
+    def span_status(self, error: RequestError | None) -> dict[str, int]:
+        """Attribute with the gRPC status of the call. `error` ended it."""
+        error = error or self.ending
+        code = grpc.StatusCode.OK if error is None else status_of(error)
+        return {"rpc.grpc.status_code": code.value[0]}
 
     async def write(self, message: Message) -> None:
         """Send a message of a stream. Waits while the client's window is full."""
@@ -111,18 +138,22 @@ class Calls:
             guard: who may call it, as for routes.
         """
         context = RequestContext(is_strict=self._state.config.server.strict_requests)
-        call = Call(rpc, context, is_probe=guard == auth.OPEN)
+        call = Call(rpc, context, method, is_probe=guard == auth.OPEN)
         status = 200
         self.open[call] = None
         timer: asyncio.TimerHandle | None = None
         held = contextlib.ExitStack()
         try:
             self._admit(rpc, call, guard, held)
-            await rpc.send_initial_metadata((("x-request-id", context.id),))
-            left_s = context.time_left_s()
-            if left_s is not None:
-                timer = asyncio.get_running_loop().call_later(left_s, call.stop, too_late())
-            yield call
+            with contextlib.ExitStack() as within:
+                for scope in [] if call.is_probe else self._state.request_scopes(call):
+                    within.enter_context(scope)
+                trace = (("traceresponse", call.trace),) if call.trace else ()
+                await rpc.send_initial_metadata((("x-request-id", context.id), *trace))
+                left_s = context.time_left_s()
+                if left_s is not None:
+                    timer = asyncio.get_running_loop().call_later(left_s, call.stop, too_late())
+                yield call
             if context.warnings:
                 text = printable("; ".join(context.warnings), _MAX_TEXT)
                 rpc.set_trailing_metadata((("x-banyan-warnings", _ascii(text)),))
@@ -311,8 +342,7 @@ async def _fail(rpc: grpc.aio.ServicerContext, error: RequestError, state: Serve
         trailing.append(("x-banyan-param", _ascii(error.param[:200])))
     if error.status in (429, 503):
         trailing.append(("retry-after", str(state.retry_after_s())))
-    code = STATUS_CODES.get(error.status, grpc.StatusCode.INTERNAL)
-    await rpc.abort(code, str(error)[:_MAX_TEXT], tuple(trailing))
+    await rpc.abort(status_of(error), str(error)[:_MAX_TEXT], tuple(trailing))
 
 
 def _health_handler(state: ServerState) -> grpc.GenericRpcHandler:

@@ -12,7 +12,7 @@ import difflib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import RequestError
@@ -56,10 +56,6 @@ MAX_KINDS = 100
 """Kinds of errors and warnings that are logged. Clients could make up any number of them."""
 
 
-RequestScope = Callable[[HttpExchange], contextlib.AbstractContextManager[None]]
-"""Entered around the handling of one request, such as its span; may raise RequestError."""
-
-
 class Shared(Protocol):
     """The part of the shared state that the application needs."""
 
@@ -72,9 +68,11 @@ class Shared(Protocol):
         """Checks the callers that a router names; None = the header is ignored."""
         ...
 
-    @property
-    def request_scopes(self) -> Sequence[RequestScope]:
-        """Entered around each request with a body: its trace span and its metric labels."""
+    def request_scopes(
+        self, call: HttpExchange
+    ) -> Sequence[contextlib.AbstractContextManager[None]]:
+        """To enter around a request with a body: its trace span and its metric labels. They may
+        raise RequestError."""
         ...
 
     def retry_after_s(self) -> int:
@@ -153,10 +151,9 @@ class App(Generic[S]):
             most = self._most_body(route, exchange)
             exchange.request.body = await read_body(receive, declared, most, body)
             with contextlib.ExitStack() as within:
-                for enter in (
-                    self.state.request_scopes if exchange.request.method in WITH_BODY else ()
-                ):
-                    within.enter_context(enter(exchange))
+                if exchange.request.method in WITH_BODY:
+                    for scope in self.state.request_scopes(exchange):
+                        within.enter_context(scope)
                 await self._run(route, exchange, receive)
         except RequestError as error:
             await _quietly(exchange.fail(error))
