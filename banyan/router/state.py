@@ -158,7 +158,7 @@ class RouterState:
         self.keys = Keys(server.api_key, server.api_key_file)
         self.signer = open_signer(self.settings.secret)
 
-    def request_scopes(self, call: HttpExchange) -> list[AbstractContextManager[None]]:
+    def request_scopes(self, call: object) -> list[AbstractContextManager[None]]:
         """A router has no spans and no labels of its own."""
         return []
 

@@ -31,7 +31,7 @@ from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls.base import CallTag
 from banyan.requests.generation import Generator
 from banyan.requests.lora_names import AdapterNames
-from banyan.requests.request_spec import RequestContext, RequestSpec
+from banyan.requests.request_spec import RequestContext, RequestSpec, TracedCall
 from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.requests.sessions import Sessions
 from banyan.server.errors import RETRY_AFTER_S, unavailable
@@ -173,27 +173,6 @@ class SharedProbe:
     async def _run(self, check: Callable[[], Awaitable[None]]) -> None:
         await check()
         self._good_until_s = self._clock.now() + PROBE_HOLDS_S
-
-
-class TracedCall(Protocol):
-    """A request of any listener, for its span.
-
-    Attributes:
-        began_s: monotonic time of its arrival.
-        trace: value of `traceresponse`, set by the span.
-    """
-
-    context: RequestContext
-    began_s: float
-    trace: str
-
-    def span(self) -> tuple[str, dict[str, str]]:
-        """Name and attributes of the span."""
-        ...
-
-    def span_status(self, error: RequestError | None) -> dict[str, int]:
-        """Attribute with the status that the caller gets; {} = none yet. `error` ended it."""
-        ...
 
 
 class Tracing(Protocol):

@@ -324,16 +324,6 @@ def test_an_adapter_that_the_engine_refuses_is_not_listed(served) -> None:
     assert not reply.loaded_lora_ids
 
 
-def test_a_profile_starts_and_stops(served) -> None:
-    site, stub = served
-    start = common.StartProfileRequest(output_dir="/tmp", num_steps=3, activities=["CPU"])
-    reply, call = stub.StartProfile.with_call(start, timeout=WAIT_S)
-    assert reply.success
-    assert "activities" in dict(call.trailing_metadata())["x-banyan-warnings"]
-    assert stub.StopProfile(common.StopProfileRequest(), timeout=WAIT_S).success
-    assert site.client.calls == ["start_profile", "stop_profile"]
-
-
 def test_a_call_sets_the_metric_labels_of_its_metadata(served) -> None:
     site, stub = served
     labels = CustomLabels("x-custom-labels", ["tenant"])

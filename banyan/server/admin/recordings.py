@@ -15,8 +15,6 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.engine_client.request_log import dump_recordings
-from banyan.requests.request_spec import RequestContext
-from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState
@@ -35,21 +33,11 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def start_profile(exchange: HttpExchange, state: ServerState) -> None:
-    state.admit()
-    raw = await exchange.request.optional_object()
-    await exchange.text(f"{await start(state, raw, exchange.context)}\n")
-
-
-async def start(state: ServerState, raw: Json, context: RequestContext) -> str:
-    """Start a profile with these fields of ProfileRequest; returns the engine's text.
-
-    Raises:
-        RequestError: a field is wrong, or a profile runs already.
-    """
     service = state.admit()
+    raw = await exchange.request.optional_object()
     for name, value in raw.items():
         if name not in ProfileRequest.__struct_fields__ and value:
-            context.warn_or_refuse(name, "a profile has phases and ops alone")
+            exchange.context.warn_or_refuse(name, "a profile has phases and ops alone")
     asked = typed(raw, ProfileRequest)
     args: dict[str, str | int | float | bool] = {
         name: value
@@ -63,19 +51,14 @@ async def start(state: ServerState, raw: Json, context: RequestContext) -> str:
     reply = await service.client.control("start_profile", _START_S, **args)
     if not reply.ok:
         raise RequestError(reply.text)
-    return reply.text
+    await exchange.text(f"{reply.text}\n")
 
 
 async def stop_profile(exchange: HttpExchange, state: ServerState) -> None:
-    await exchange.text(f"{await stop(state)}\n")
-
-
-async def stop(state: ServerState) -> str:
-    """Stop the profile and write it; RequestError if there is none."""
     reply = await state.admit().client.control("stop_profile", _WRITE_S)
     if not reply.ok:
         raise RequestError(reply.text)
-    return f"Stop profiling. {reply.text}"
+    await exchange.text(f"Stop profiling. {reply.text}\n")
 
 
 def _steps(given: int | None) -> int | None:

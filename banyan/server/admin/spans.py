@@ -22,8 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from banyan.base.errors import RequestError
 from banyan.engine_client.metrics_observer import CLOSED, OWN
 from banyan.requests.generation import Chunks, Generator, TextChunk, Usage, observed
-from banyan.requests.request_spec import RequestSpec
-from banyan.server.state import TracedCall
+from banyan.requests.request_spec import RequestSpec, TracedCall
 
 _NS = 1_000_000_000
 _CONTEXT = ("traceparent", "tracestate")
@@ -52,12 +51,11 @@ class Spans:
     def context(self, call: TracedCall) -> Iterator[None]:
         given = {name: call.context.headers.get(name, "") for name in _CONTEXT}
         came_ns = time.time_ns() - int((time.monotonic() - call.began_s) * _NS)
-        name, attributes = call.span()
         span = self._tracer.start_span(
-            name,
+            call.name,
             self._headers.extract({name: text for name, text in given.items() if text}),
             SpanKind.SERVER,
-            {**attributes, "banyan.exchange.context.id": call.context.id},
+            {**call.attributes, "banyan.exchange.context.id": call.context.id},
             start_time=came_ns,
         )
         own = span.get_span_context()
@@ -73,7 +71,7 @@ class Spans:
                 span.set_status(Status(StatusCode.ERROR, error.code))
             raise
         finally:
-            span.set_attributes(call.span_status(ended))
+            span.set_attributes(call.status(ended))
             span.end()
 
     def watch(self, generator: Generator) -> Generator:

@@ -19,7 +19,7 @@ from banyan.base.errors import CapacityError, ConfigError, RequestError
 from banyan.base.fair_share import CALLER
 from banyan.base.log import logger, printable
 from banyan.config.schema import ServerConfig
-from banyan.requests.request_spec import RequestContext
+from banyan.requests.request_spec import RequestContext, TracedCall
 from banyan.server.errors import internal, unavailable
 from banyan.server.grpc.scheduler import SglangScheduler
 from banyan.server.http import auth
@@ -69,22 +69,12 @@ class Call:
     Attributes:
         context: the request without its transport.
         is_probe: a health check; draining does not wait for it.
-        method: its name.
-        trace: value of `traceresponse`; "" = not traced.
         ending: why `stop` ended the call.
         waits_since_s: monotonic time at which a message began to wait for the client.
     """
 
-    def __init__(
-        self,
-        rpc: grpc.aio.ServicerContext,
-        context: RequestContext,
-        method: str,
-        is_probe: bool = False,
-    ) -> None:
+    def __init__(self, rpc: grpc.aio.ServicerContext, context: RequestContext, is_probe: bool):
         self.context = context
-        self.method = method
-        self.trace = ""
         self.is_probe = is_probe
         self.ending: RequestError | None = None
         self.waits_since_s: float | None = None
@@ -92,16 +82,16 @@ class Call:
         self._rpc = rpc
         self._task = asyncio.current_task()
 
-    def span(self) -> tuple[str, dict[str, str]]:
-        """Name and attributes of its trace span."""
-        facts = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": self.method}
-        return f"{SERVICE}/{self.method}", facts
+    def traced(self, method: str) -> TracedCall:
+        """This call of `method`, for its trace span."""
 
-    def span_status(self, error: RequestError | None) -> dict[str, int]:
-        """Attribute with the gRPC status of the call. `error` ended it."""
-        error = error or self.ending
-        code = grpc.StatusCode.OK if error is None else status_of(error)
-        return {"rpc.grpc.status_code": code.value[0]}
+        def status(error: RequestError | None) -> dict[str, int]:
+            error = error or self.ending
+            code = grpc.StatusCode.OK if error is None else status_of(error)
+            return {"rpc.grpc.status_code": code.value[0]}
+
+        facts = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": method}
+        return TracedCall(self.context, self.began_s, f"{SERVICE}/{method}", facts, status)
 
     async def write(self, message: Message) -> None:
         """Send a message of a stream. Waits while the client's window is full."""
@@ -138,7 +128,7 @@ class Calls:
             guard: who may call it, as for routes.
         """
         context = RequestContext(is_strict=self._state.config.server.strict_requests)
-        call = Call(rpc, context, method, is_probe=guard == auth.OPEN)
+        call = Call(rpc, context, is_probe=guard == auth.OPEN)
         status = 200
         self.open[call] = None
         timer: asyncio.TimerHandle | None = None
@@ -146,9 +136,10 @@ class Calls:
         try:
             self._admit(rpc, call, guard, held)
             with contextlib.ExitStack() as within:
-                for scope in [] if call.is_probe else self._state.request_scopes(call):
+                traced = call.traced(method)
+                for scope in [] if call.is_probe else self._state.request_scopes(traced):
                     within.enter_context(scope)
-                trace = (("traceresponse", call.trace),) if call.trace else ()
+                trace = (("traceresponse", traced.trace),) if traced.trace else ()
                 await rpc.send_initial_metadata((("x-request-id", context.id), *trace))
                 left_s = context.time_left_s()
                 if left_s is not None:

@@ -41,7 +41,7 @@ from banyan.requests.generation import (
 )
 from banyan.requests.request_spec import RequestContext
 from banyan.requests.sampling_params import merged
-from banyan.server.admin import control, health, memory, recordings, server_info, weights
+from banyan.server.admin import control, health, memory, server_info, weights
 from banyan.server.embeddings import vector_service
 from banyan.server.errors import Json
 from banyan.server.http import auth
@@ -187,22 +187,6 @@ class SglangScheduler(service.SglangSchedulerServicer):
         async with self._calls.enter(rpc, "FlushCache", auth.ADMIN):
             reply = await memory.flush(self._state, request.timeout_s)
             return common.FlushCacheResponse(success=reply.ok, message=reply.text)
-
-    async def StartProfile(
-        self, request: common.StartProfileRequest, rpc: grpc.aio.ServicerContext
-    ) -> common.ProfileResponse:
-        async with self._calls.enter(rpc, "StartProfile", auth.ADMIN) as call:
-            fields = {field.name: value for field, value in request.ListFields()}
-            if activities := fields.pop("activities", None):
-                fields["activities"] = [name for name in activities]
-            text = await recordings.start(self._state, fields, call.context)
-            return common.ProfileResponse(success=True, message=text)
-
-    async def StopProfile(
-        self, request: common.StopProfileRequest, rpc: grpc.aio.ServicerContext
-    ) -> common.ProfileResponse:
-        async with self._calls.enter(rpc, "StopProfile", auth.ADMIN):
-            return common.ProfileResponse(success=True, message=await recordings.stop(self._state))
 
     async def LoadLoRAAdapter(
         self, request: pb.LoadLoRAAdapterRequest, rpc: grpc.aio.ServicerContext

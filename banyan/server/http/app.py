@@ -21,6 +21,7 @@ from banyan.base.log import logger, printable
 from banyan.base.memory import give_back
 from banyan.config.schema import Config, ObserveConfig
 from banyan.engine_client.request_log import write_line
+from banyan.requests.request_spec import TracedCall
 from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth
 from banyan.server.http.auth import Keys
@@ -68,9 +69,7 @@ class Shared(Protocol):
         """Checks the callers that a router names; None = the header is ignored."""
         ...
 
-    def request_scopes(
-        self, call: HttpExchange
-    ) -> Sequence[contextlib.AbstractContextManager[None]]:
+    def request_scopes(self, call: TracedCall) -> Sequence[contextlib.AbstractContextManager[None]]:
         """To enter around a request with a body: its trace span and its metric labels. They may
         raise RequestError."""
         ...
@@ -152,8 +151,10 @@ class App(Generic[S]):
             exchange.request.body = await read_body(receive, declared, most, body)
             with contextlib.ExitStack() as within:
                 if exchange.request.method in WITH_BODY:
-                    for scope in self.state.request_scopes(exchange):
+                    call = _traced(exchange)
+                    for scope in self.state.request_scopes(call):
                         within.enter_context(scope)
+                        exchange.trace = call.trace
                 await self._run(route, exchange, receive)
         except RequestError as error:
             await _quietly(exchange.fail(error))
@@ -411,3 +412,14 @@ class AccessLog:
             write_line("too many kinds of refusals and warnings", {"told": MAX_KINDS}, False)
             return False
         return True
+
+
+def _traced(exchange: HttpExchange) -> TracedCall:
+    method, route = exchange.request.method, exchange.route
+
+    def status(error: RequestError | None) -> dict[str, int]:
+        found = exchange.status if exchange.started or error is None else error.status
+        return {"http.response.status_code": found} if found else {}
+
+    facts = {"http.request.method": method, "http.route": route}
+    return TracedCall(exchange.context, exchange.began_s, f"{method} {route}", facts, status)

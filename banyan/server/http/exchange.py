@@ -183,16 +183,6 @@ class HttpExchange:
         self._send = send
         self._send_timeout_s = send_timeout_s
 
-    def span(self) -> tuple[str, dict[str, str]]:
-        """Name and attributes of its trace span."""
-        method = self.request.method
-        return f"{method} {self.route}", {"http.request.method": method, "http.route": self.route}
-
-    def span_status(self, error: RequestError | None) -> dict[str, int]:
-        """Attribute with the status of the response; {} = none yet. `error` ended the request."""
-        status = self.status if self.started or error is None else error.status
-        return {"http.response.status_code": status} if status else {}
-
     def stop(self, why: RequestError | ClientGone) -> None:
         """End the request from outside. The cancellation releases what its work holds."""
         if self.ending is None and self.work is not None and not self.work.done():
