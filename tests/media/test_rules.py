@@ -1,4 +1,4 @@
-"""Sizes, pixels and token ids of every resolution rule against transformers' processors (Pillow)."""
+"""Sizes, pixels and ids of every resolution rule against transformers' processors (Pillow)."""
 
 import importlib
 from types import SimpleNamespace

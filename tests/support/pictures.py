@@ -79,7 +79,8 @@ def hostile_files() -> dict[str, bytes]:
         "WebP cut in the middle": webp[: len(webp) // 2],
         "WebP of its name": b"RIFF\x10\0\0\0WEBPVP8 ",
         "TIFF cut in the middle": tiff[: len(tiff) // 2],
-        "TIFF that points to itself": b"II*\0\x08\0\0\0\x01\0\x00\x01\x03\0\x01\0\0\0\x01\0\0\0\x08\0\0\0",
+        "TIFF that points to itself": b"II*\0\x08\0\0\0\x01\0\x00\x01\x03\0"
+        + struct.pack("<III", 1, 1, 8),
         "BMP cut in the middle": bmp[: len(bmp) // 2],
         "floating-point pixels": encoded(Image.new("F", (8, 8)), "TIFF"),
         "SVG": svg,
