@@ -94,7 +94,7 @@ class Concatenation(nn.Module):
         return self.linear(cells.flatten(1))
 
 
-class Pooling(nn.Module):
+class MeanPooling(nn.Module):
     """Gemma 3: the mean of the patches, a norm and one projection. It is whole on every rank."""
 
     def __init__(self, config: TowerConfig, group: Group, build: Build) -> None:
@@ -154,7 +154,7 @@ MERGERS: Mapping[str, Callable[[TowerConfig, Group, Build], nn.Module]] = {
     "qwen": PatchMerger,
     "projector": NormedProjector,
     "concatenation": Concatenation,
-    "pooling": Pooling,
+    "pooling": MeanPooling,
     "mistral3": ReducingMerger,
 }
 """`TowerConfig.merger` -> class."""

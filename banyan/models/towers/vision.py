@@ -146,7 +146,7 @@ class LearnedPositions(Layer):
         return total.to(table.dtype)
 
 
-class Vector(Layer):
+class LearnedVector(Layer):
     """A learned vector: a class token, or factors on the columns (layer scale)."""
 
     def __init__(self, width: int, build: Build) -> None:
@@ -231,8 +231,8 @@ class TowerBlock(nn.Module):
         )
         self.attention_scale = self.mlp_scale = None
         if config.has_layer_scale:
-            self.attention_scale = Vector(config.width, build)
-            self.mlp_scale = Vector(config.width, build)
+            self.attention_scale = LearnedVector(config.width, build)
+            self.mlp_scale = LearnedVector(config.width, build)
 
     def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
         """x: [patches, width]."""
@@ -241,7 +241,7 @@ class TowerBlock(nn.Module):
         return x + _scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
 
 
-def _scaled(x: Tensor, scale: Vector | None) -> Tensor:
+def _scaled(x: Tensor, scale: LearnedVector | None) -> Tensor:
     return x if scale is None else x * scale.values
 
 
@@ -257,7 +257,7 @@ class VisionTower(nn.Module):
         self.blocks, self.width = config.blocks, config.feature_width
         group = self._group_of(config, build)
         self.patches = Patches(config, build)
-        self.class_token = Vector(config.width, build) if config.class_token else None
+        self.class_token = LearnedVector(config.width, build) if config.class_token else None
         self.positions = LearnedPositions(config, build) if config.positions else None
         self.first_norm = norm_of(config, build) if config.has_first_norm else None
         self.layers = nn.ModuleList(TowerBlock(config, group, build) for _ in range(config.blocks))
