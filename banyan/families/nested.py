@@ -6,7 +6,7 @@ their projectors are left out.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from banyan.families.names import NameMap
@@ -99,6 +99,22 @@ _QWEN_TOWER = NameMap(
         "visual.deepstack_merger_list.{}.linear_fc1": "deep.{}.mlp.linear_1",
         "visual.deepstack_merger_list.{}.linear_fc2": "deep.{}.mlp.linear_2",
     }
+)
+
+_GLM4V_TOWER = replace(
+    _QWEN_TOWER,
+    modules={
+        **_QWEN_TOWER.modules,
+        "visual.post_conv_layernorm": "first_norm",
+        "visual.embeddings.position_embedding": "positions",
+        "visual.post_layernorm": "last_norm",
+        "visual.downsample": "merger.reduce",
+        "visual.merger.proj": "merger.linear",
+        "visual.merger.post_projection_norm": "merger.norm",
+        "visual.merger.gate_proj": "merger.mlp.gate_up:gate",
+        "visual.merger.up_proj": "merger.mlp.gate_up:up",
+        "visual.merger.down_proj": "merger.mlp.down",
+    },
 )
 
 
@@ -228,9 +244,11 @@ NESTED: Mapping[str, NestedForm] = {
     "Llama4ForConditionalGeneration": NestedForm(
         ("vision_model.", "multi_modal_projector."), "Llama4ForCausalLM"
     ),
-    "Glm4vForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM"),
-    "Glm46VForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM"),
-    "Glm4vMoeForConditionalGeneration": NestedForm(_VISUAL, "Glm4MoeForCausalLM"),
+    "Glm4vForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM", tower=_GLM4V_TOWER),
+    "Glm46VForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM", tower=_GLM4V_TOWER),
+    "Glm4vMoeForConditionalGeneration": NestedForm(
+        _VISUAL, "Glm4MoeForCausalLM", tower=_GLM4V_TOWER
+    ),
     "KimiVLForConditionalGeneration": NestedForm(_TOWER, "DeepseekV3ForCausalLM"),
     "KimiK25ForConditionalGeneration": NestedForm(_KIMI, "DeepseekV3ForCausalLM"),
     "Kimi_K25ForConditionalGeneration": NestedForm(_KIMI, "DeepseekV3ForCausalLM"),

@@ -36,6 +36,8 @@ class TowerConfig:
         mlp: "plain" | "gated", with `activation` by its Hugging Face name.
         positions: "" = none | "learned": a grid of `side`² rows | "buckets": the nearest of them |
             "bilinear", "bicubic": interpolated between them.
+        aligns_corners: corners of the grid lie on corners of the table, else half a cell inside.
+        adds_positions_last: positions are added after the first norm.
         class_token: "" = none | "first": before the patches of a frame.
         rope_theta: base of the rotation by row and column; 0 = none.
         alternates_axes: rows and columns take turns over the frequencies of a head (Pixtral).
@@ -44,8 +46,8 @@ class TowerConfig:
         has_qk_norm: queries and keys are normed over all heads.
         has_first_norm: there is a norm before the blocks.
         last_norm: kind of the norm after the blocks, as of `norm`; "" = none.
-        merger: name of a class in `models/towers/mergers.py`; `merger_eps` of its norm if it
-            differs from the blocks'.
+        merger: name of a class in `models/towers/mergers.py`; `merger_eps`, of its norm, if it
+            differs from the blocks', and `merger_inner`, the width inside.
         window: side of a window of attention in feature rows; 0 = none. A block sees one window
             unless it is in `full_blocks`.
         deep_blocks: blocks after which a merger makes another part of each feature row
@@ -69,6 +71,8 @@ class TowerConfig:
     activation: str = "gelu_pytorch_tanh"
     positions: str = ""
     side: int = 0
+    aligns_corners: bool = False
+    adds_positions_last: bool = False
     class_token: str = ""
     rope_theta: float = 0.0
     alternates_axes: bool = False
@@ -83,6 +87,7 @@ class TowerConfig:
     last_norm: str = ""
     merger: str = "qwen"
     merger_eps: float = 0.0
+    merger_inner: int = 0
     has_merger_bias: bool = True
     window: int = 0
     full_blocks: tuple[int, ...] = ()
@@ -252,9 +257,16 @@ def _qwen(source: _Source, form: _QwenForm, tower: TowerConfig) -> MediaConfig:
 
 
 def _qwen_settings(
-    processor: CheckpointFields, pixels: tuple[int, int], tower: TowerConfig
+    processor: CheckpointFields,
+    pixels: tuple[int, int],
+    tower: TowerConfig,
+    counts_frames: bool = False,
 ) -> dict[str, Setting]:
-    """Bounds of the area in pixels, under either of their two names, and the sides of a patch."""
+    """Bounds of the area in pixels, under either of their two names, and the sides of a patch.
+
+    Args:
+        counts_frames: a picture counts as the frames of one time step.
+    """
     size = processor.part("size")
     low, high = pixels
     if size is not None:
@@ -264,12 +276,13 @@ def _qwen_settings(
     high = processor.integer("max_pixels", 1, _MAX_PIXELS, default=high)
     if low > high:
         raise processor.error("min_pixels", low, f"at most max_pixels, {high:,}")
+    frames = tower.temporal_patch if counts_frames else 1
     return {
         "patch": tower.patch,
         "merge": tower.merge,
         "temporal": tower.temporal_patch,
-        "min_pixels": low,
-        "max_pixels": high,
+        "min_pixels": -(-low // frames),
+        "max_pixels": max(high // frames, 1),
     }
 
 
@@ -374,12 +387,75 @@ def _qwen3_vl(source: _Source, deep: tuple[int, ...] = (8, 16, 24)) -> MediaConf
     if side * side != rows:
         raise vision.error("num_position_embeddings", rows, "a square")
     blocks = _blocks_of(vision, "deepstack_visual_indexes", tower.blocks, deep)
-    tower = replace(tower, positions="bilinear", side=side, deep_blocks=blocks)
+    tower = replace(tower, positions="bilinear", aligns_corners=True, side=side, deep_blocks=blocks)
     return _qwen(source, _QWEN3, tower)
 
 
 def _qwen3_5(source: _Source) -> MediaConfig:
     return _qwen3_vl(source, deep=())
+
+
+def _glm4v(source: _Source) -> MediaConfig:
+    """GLM-4.1V, 4.5V and 4.6V (arXiv 2507.01006)."""
+    vision = source.vision
+    form = replace(
+        _QWEN2,
+        patch=14,
+        width_key="hidden_size",
+        out_key="out_hidden_size",
+        act="silu",
+        pixels=(112 * 112, 28 * 28 * 15000),
+    )
+    tower, out = _qwen_tower(source, form), source.hidden_size
+    size = vision.integer("image_size", tower.patch, _MAX_SIDE, default=336)
+    tower = replace(
+        tower,
+        inner=out,
+        norm="rms",
+        eps=vision.number("rms_norm_eps", 0.0, 1.0, default=1e-5),
+        mlp="gated",
+        positions="bicubic",
+        side=size // tower.patch,
+        adds_positions_last=True,
+        has_patch_bias=True,
+        has_qkv_bias=vision.flag("attention_bias", default=False),
+        has_output_bias=False,
+        has_mlp_bias=False,
+        has_first_norm=True,
+        last_norm="rms",
+        merger="glm4v",
+        merger_inner=vision.integer("intermediate_size", 1, _MAX_WIDTH, default=13696),
+    )
+    return MediaConfig(
+        rule="qwen",
+        tower=tower,
+        image_token=_image_token(source, 151343),
+        settings=_qwen_settings(source.image, form.pixels, tower, counts_frames=True),
+        axes=_axes(source.text),
+    )
+
+
+def _paddleocr_vl(source: _Source) -> MediaConfig:
+    """PaddleOCR-VL (arXiv 2510.14528)."""
+    tower = _vit(
+        source,
+        merge=source.vision.integer("spatial_merge_size", 1, 16, default=2),
+        mean=_channels(source.image, "image_mean", _CLIP_MEAN),
+        std=_channels(source.image, "image_std", _CLIP_STD),
+        positions="bilinear",
+        rope_theta=10000.0,
+        is_by_block=True,
+        last_norm="layer",
+        merger_eps=1e-5,
+    )
+    pixels = (384 * 384, 1536 * 1536)
+    return MediaConfig(
+        rule="qwen",
+        tower=tower,
+        image_token=_image_token(source, 100295),
+        settings=_qwen_settings(source.image, pixels, tower),
+        axes=_axes(source.text),
+    )
 
 
 def _vit(source: _Source, **more: Any) -> TowerConfig:
@@ -647,6 +723,10 @@ _READERS: Mapping[str, Callable[[_Source], MediaConfig | None]] = {
     "Qwen3VLMoeForConditionalGeneration": _qwen3_vl,
     "Qwen3_5ForConditionalGeneration": _qwen3_5,
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5,
+    "Glm4vForConditionalGeneration": _glm4v,
+    "Glm46VForConditionalGeneration": _glm4v,
+    "Glm4vMoeForConditionalGeneration": _glm4v,
+    "PaddleOCRVLForConditionalGeneration": _paddleocr_vl,
     "Gemma3ForConditionalGeneration": _gemma3,
     "LlavaForConditionalGeneration": _llava,
     "InternVLForConditionalGeneration": _internvl,

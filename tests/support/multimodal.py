@@ -176,6 +176,27 @@ RECIPES: Mapping[str, Recipe] = {
         files=_qwen_files(16, _HALF_NORM),
         **_QWEN,
     ),
+    "glm4v": Recipe(
+        "Glm4v",
+        _rope(1e4, 2, 3, 3, partial_rotary_factor=1.0) | {"head_dim": 16, "pad_token_id": 0},
+        {
+            "depth": 3,
+            "hidden_size": 40,
+            "intermediate_size": 56,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "image_size": 70,
+            "patch_size": 14,
+            "attention_bias": True,
+        },
+        {
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+            "image_token_id": "<|image|>",
+        },
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        files=_qwen_files(14, _CLIP_NORM),
+    ),
     "gemma3": Recipe(
         "Gemma3",
         {
@@ -365,8 +386,10 @@ def qwen_features(
     model: transformers.PreTrainedModel, pixels: Tensor, grid: tuple[int, int, int]
 ) -> Tensor:
     """Feature rows with DeepStack parts as transformers' Qwen-VL towers compute them."""
-    visual = model.model.visual
+    visual, grids = model.model.visual, torch.tensor([grid])
+    if model.config.model_type.startswith("glm"):  # its class wants each time step by itself
+        grids = torch.tensor([(1, *grid[1:])] * grid[0])
     with torch.no_grad():
-        found = visual(pixels, grid_thw=torch.tensor([grid]))
+        found = visual(pixels, grid_thw=grids)
     parts = getattr(found, "deepstack_features", None) or []
     return torch.cat([found.pooler_output, *parts], dim=1)

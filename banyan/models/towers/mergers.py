@@ -4,11 +4,13 @@ Each takes the patches of each block together, [rows, merge², width], and retur
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear, RowLinear, pack
+from banyan.layers.mlp import GatedMLP
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.weight_slot import Layer, ShardRule, WeightSlot, single
 from banyan.model_config.media import TowerConfig
@@ -60,7 +62,8 @@ class PatchMerger(nn.Module):
         super().__init__()
         wide = config.width * config.merge**2
         self.is_norm_last = is_norm_last
-        self.norm = norm_of(config, build, width=wide if is_norm_last else 0)
+        own = replace(config, eps=config.merger_eps or config.eps)
+        self.norm = norm_of(own, build, width=wide if is_norm_last else 0)
         self.mlp = TwoLinears(wide, wide, config.out, True, group, build)
 
     def forward(self, cells: Tensor) -> Tensor:
@@ -145,6 +148,42 @@ class ReducingMerger(nn.Module):
         return self.mlp(self.reduce(normed.transpose(1, 2).flatten(1)))
 
 
+class GatedMerger(nn.Module):
+    """GLM-4V: a convolution over the neighbours, then a projection with norm and a gated block.
+
+    The neighbours of one channel lie together.
+    """
+
+    def __init__(self, config: TowerConfig, group: Group, build: Build) -> None:
+        super().__init__()
+        self.reduce = Downsampling(config, build)
+        self.linear = whole_linear(config.out, config.out, build)
+        self.norm = LayerNorm(config.out, 1e-5, True, build)
+        inner, activation = config.merger_inner, config.activation
+        self.mlp = GatedMLP(config.out, inner, activation, False, group, build)
+
+    def forward(self, cells: Tensor) -> Tensor:
+        x = self.reduce(cells.transpose(1, 2).flatten(1))
+        return self.mlp(_gelu(self.norm(self.linear(x))))
+
+
+class Downsampling(ColumnLinear):
+    """A convolution whose stride is its kernel, as a projection of [channels, side, side]."""
+
+    def __init__(self, config: TowerConfig, build: Build) -> None:
+        inputs = config.width * config.merge**2
+        super().__init__(inputs, {"": config.out}, {"": ShardRule()}, True, Group(), build)
+        self.kernel = (config.out, config.width, config.merge, config.merge)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return super().slots() | {"weight": single(self.kernel)}
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        if slot == "weight":
+            parts = [StoredWeight.from_tensor(parts[0].dense.flatten(1))]
+        super().fill(slot, parts)
+
+
 def whole_linear(inputs: int, outputs: int, build: Build) -> ColumnLinear:
     """A projection without bias that every rank holds."""
     return ColumnLinear(inputs, {"": outputs}, {"": ShardRule()}, False, Group(), build)
@@ -156,5 +195,6 @@ MERGERS: Mapping[str, Callable[[TowerConfig, Group, Build], nn.Module]] = {
     "concatenation": Concatenation,
     "pooling": MeanPooling,
     "mistral3": ReducingMerger,
+    "glm4v": GatedMerger,
 }
 """`TowerConfig.merger` -> class."""

@@ -281,11 +281,13 @@ class VisionTower(nn.Module):
         config = self.config
         frames, height, width = grid
         x = self.patches(content.to(self.device))
-        if self.positions is not None:
+        if self.positions is not None and not config.adds_positions_last:
             x = x + self.positions(*self._positions_of(grid))
         x = self._with_class(x, frames)
         if self.first_norm is not None:
             x = self.first_norm(x)
+        if self.positions is not None and config.adds_positions_last:
+            x = x + self.positions(*self._positions_of(grid))
         angles = self._angles(grid) if config.rope_theta else None
         length = height * width + bool(config.class_token)
         whole = inside = Segments.of([length] * frames, self.device)
@@ -338,7 +340,7 @@ class VisionTower(nn.Module):
         config = self.config
         merge, kind = (config.merge if config.is_by_block else 1), config.positions
         if kind in ("bilinear", "bicubic"):
-            rows, weights = interpolation(grid, merge, config.side, kind, kind == "bilinear")
+            rows, weights = interpolation(grid, merge, config.side, kind, config.aligns_corners)
         else:
             row, column = coordinates(grid, merge)
             if kind == "buckets":

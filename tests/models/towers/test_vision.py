@@ -20,7 +20,7 @@ from tests.support.multimodal import (
     tiny,
 )
 
-QWEN = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
+QWEN = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"]
 OPS = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16)
 GRIDS = [(1, 2, 2), (1, 6, 22), (1, 18, 14), (3, 8, 10)]
 
@@ -73,7 +73,10 @@ def test_features_of_other_towers_equal_those_of_transformers(family, seed, tmp_
         assert torch.equal(features(tower, content, grid, [1] * tower.blocks), found)
 
 
-@pytest.fixture(params=[(family, seed) for family in QWEN for seed in (0, 1)], scope="module")
+PAIRS = [(family, seed) for family in QWEN for seed in (0, 1)]
+
+
+@pytest.fixture(params=PAIRS, ids=str, scope="module")
 def pair(request, tmp_path_factory):
     """A tower and transformers' model."""
     family, seed = request.param
