@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from banyan.families.names import NameMap
+from banyan.families.names import QK, NameMap
 
 _TEXT_PREFIXES = {
     "model.language_model.": "model.",
@@ -20,6 +20,7 @@ _TEXT_PREFIXES = {
 """Names of Qwen3-VL and GLM-V; of Gemma 3, LLaVA and most others; of SmolVLM."""
 _OLDER = {
     "vision_tower.vision_model.": "vision_tower.",
+    "visual.vision_model.": "visual.",
     "visual.merger.mlp.0.": "visual.merger.linear_fc1.",
     "visual.merger.mlp.2.": "visual.merger.linear_fc2.",
 }
@@ -139,11 +140,45 @@ def _siglip(prefix: str, more: Mapping[str, str], **rest: Any) -> NameMap:
             **more,
         },
         ignored=(f"{prefix}post_layernorm.weight", f"{prefix}post_layernorm.bias"),
-        unread=(f"{prefix}head.", f"{prefix}embeddings.position_ids"),
+        unread=(
+            f"{prefix}head.",
+            f"{prefix}embeddings.position_ids",
+            f"{prefix}embeddings.packing_position_embedding.",
+        ),
         **rest,
     )
 
 
+_PADDLEOCR_TOWER = _siglip(
+    "visual.",
+    {
+        "mlp_AR.pre_norm": "merger.norm",
+        "mlp_AR.linear_1": "merger.mlp.linear_1",
+        "mlp_AR.linear_2": "merger.mlp.linear_2",
+    },
+)
+_LLAMA4_BLOCK = "vision_model.model.layers.{}."
+_LLAMA4_TOWER = NameMap(
+    {
+        "vision_model.patch_embedding.linear": "patches",
+        "vision_model.class_embedding": "class_token.weight",
+        "vision_model.positional_embedding_vlm": "positions.weight",
+        "vision_model.layernorm_pre": "first_norm",
+        "vision_model.layernorm_post": "last_norm",
+        f"{_LLAMA4_BLOCK}input_layernorm": "layers.{}.attention_norm",
+        f"{_LLAMA4_BLOCK}post_attention_layernorm": "layers.{}.mlp_norm",
+        f"{_LLAMA4_BLOCK}self_attn.q_proj": "layers.{}.attention.qkv:q",
+        f"{_LLAMA4_BLOCK}self_attn.k_proj": "layers.{}.attention.qkv:k",
+        f"{_LLAMA4_BLOCK}self_attn.v_proj": "layers.{}.attention.qkv:v",
+        f"{_LLAMA4_BLOCK}self_attn.o_proj": "layers.{}.attention.out",
+        f"{_LLAMA4_BLOCK}mlp.fc1": "layers.{}.mlp.up",
+        f"{_LLAMA4_BLOCK}mlp.fc2": "layers.{}.mlp.down",
+        "vision_model.vision_adapter.mlp.fc1": "merger.mlp.linear_1",
+        "vision_model.vision_adapter.mlp.fc2": "merger.mlp.linear_2",
+        "multi_modal_projector.linear_1": "merger.linear",
+    },
+    paired=QK,
+)
 _PROJECTOR = {
     "multi_modal_projector.linear_1": "merger.mlp.linear_1",
     "multi_modal_projector.linear_2": "merger.mlp.linear_2",
@@ -242,7 +277,10 @@ NESTED: Mapping[str, NestedForm] = {
     "SmolVLMForConditionalGeneration": NestedForm(_IDEFICS, tower=_IDEFICS3_TOWER),
     "Idefics3ForConditionalGeneration": NestedForm(_IDEFICS, tower=_IDEFICS3_TOWER),
     "Llama4ForConditionalGeneration": NestedForm(
-        ("vision_model.", "multi_modal_projector."), "Llama4ForCausalLM"
+        ("vision_model.", "multi_modal_projector."), "Llama4ForCausalLM", tower=_LLAMA4_TOWER
+    ),
+    "PaddleOCRVLForConditionalGeneration": NestedForm(
+        ("visual.", "mlp_AR."), "LlamaForCausalLM", tower=_PADDLEOCR_TOWER
     ),
     "Glm4vForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM", tower=_GLM4V_TOWER),
     "Glm46VForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM", tower=_GLM4V_TOWER),

@@ -38,9 +38,12 @@ class TowerConfig:
             "bilinear", "bicubic": interpolated between them.
         aligns_corners: corners of the grid lie on corners of the table, else half a cell inside.
         adds_positions_last: positions are added after the first norm.
-        class_token: "" = none | "first": before the patches of a frame.
+        class_token: "" = none | "first" | "last": before or behind the patches of a frame.
         rope_theta: base of the rotation by row and column; 0 = none.
+        rope_first: of the first row and column.
+        turns_columns_first: the first half of the pairs turns by the column (Llama 4).
         alternates_axes: rows and columns take turns over the frequencies of a head (Pixtral).
+        is_patch_flat: the patch matrix is stored as a matrix, not as a convolution's kernel.
         is_by_block: patches come by blocks of `merge` x `merge`; otherwise row by row.
         has_layer_scale: the outputs of both parts of a block have learned factors.
         has_qk_norm: queries and keys are normed over all heads.
@@ -75,8 +78,11 @@ class TowerConfig:
     adds_positions_last: bool = False
     class_token: str = ""
     rope_theta: float = 0.0
+    rope_first: int = 0
+    turns_columns_first: bool = False
     alternates_axes: bool = False
     is_by_block: bool = True
+    is_patch_flat: bool = False
     has_patch_bias: bool = True
     has_qkv_bias: bool = True
     has_output_bias: bool = True
@@ -668,6 +674,48 @@ def _idefics3(source: _Source) -> MediaConfig:
     )
 
 
+def _llama4(source: _Source) -> MediaConfig:
+    """Llama 4: tiles, of which each block of patches makes a feature row."""
+    vision = source.vision
+    ratio = vision.number("pixel_shuffle_ratio", 0.01, 1.0, default=0.5)
+    rope = vision.part("rope_parameters") or vision
+    tower = _vit(
+        source,
+        merge=round(1 / ratio),
+        eps=1e-5,
+        activation="gelu",
+        positions="learned",
+        class_token="last",
+        rope_theta=rope.number("rope_theta", 1.0, 1e12, default=10000.0),
+        rope_first=1,
+        turns_columns_first=True,
+        is_patch_flat=True,
+        has_patch_bias=False,
+        has_first_norm=True,
+        last_norm="layer",
+        merger="llama4",
+        merger_inner=vision.integer("projector_output_dim", 1, _MAX_WIDTH, default=4096),
+    )
+    if tower.side % tower.merge or tower.width % (4 * tower.heads):
+        raise vision.error("hidden_size", tower.width, "a tower that rows and columns can turn")
+    return MediaConfig(
+        rule="llama4",
+        tower=tower,
+        image_token=source.whole.integer("image_token_index", 0, _MAX_ID, default=200092),
+        settings={
+            "tile": tower.side * tower.patch,
+            "patch": tower.patch,
+            "merge": tower.merge,
+            "max_tiles": source.image.integer("max_patches", 1, 4096, default=16),
+            "start_token": "<|image_start|>",
+            "column_token": "<|tile_x_separator|>",
+            "row_token": "<|tile_y_separator|>",
+            "global_token": "<|image|>",
+            "end_token": "<|image_end|>",
+        },
+    )
+
+
 def _mistral3(source: _Source) -> MediaConfig:
     merge = source.whole.integer("spatial_merge_size", 1, 16, default=2)
     return _pixtral(source, merge)
@@ -733,5 +781,6 @@ _READERS: Mapping[str, Callable[[_Source], MediaConfig | None]] = {
     "SmolVLMForConditionalGeneration": _idefics3,
     "Idefics3ForConditionalGeneration": _idefics3,
     "Mistral3ForConditionalGeneration": _mistral3,
+    "Llama4ForConditionalGeneration": _llama4,
 }
 """Class in config.json -> reader."""

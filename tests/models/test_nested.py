@@ -185,6 +185,7 @@ VARIANTS: dict[str, tuple[str, dict, dict]] = {
         {"rope_parameters": _AXES | {"mrope_section": [1, 1, 1], **_HALF}, **_DEEPSEEK},
         _GLM_VIT,
     ),
+    "paddleocr vl": ("PaddleOCRVL", {"rope_parameters": _AXES | {"rope_theta": 5e5}}, _SIGLIP),
     "kimi k2.5": ("Kimi_K25", {**_DEEPSEEK, **_LATENT}, _VIT | {"num_attention_heads": 2}),
 }
 """Name -> transformers' name of the model, changes of its text part, and its tower."""

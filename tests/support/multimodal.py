@@ -197,6 +197,48 @@ RECIPES: Mapping[str, Recipe] = {
         "<|begin_of_image|><|image|><|end_of_image|>",
         files=_qwen_files(14, _CLIP_NORM),
     ),
+    "paddleocr_vl": Recipe(
+        "PaddleOCRVL",
+        _rope(5e5, 2, 3, 3) | {"head_dim": 16},
+        _VIT,
+        {
+            "image_token_id": "<|IMAGE_PLACEHOLDER|>",
+            "begin_id": "<|IMAGE_START|>",
+            "end_id": "<|IMAGE_END|>",
+        },
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        files=_qwen_files(14, _CLIP_NORM),
+    ),
+    "llama4": Recipe(
+        "Llama4",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_hidden_layers": 4,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 64,
+            "pad_token_id": 0,
+        },
+        _VIT
+        | {
+            "vision_output_dim": 48,
+            "projector_input_dim": 48,
+            "projector_output_dim": 48,
+            "pixel_shuffle_ratio": 0.5,
+            "intermediate_size": 160,
+        },
+        {
+            "image_token_index": "<|patch|>",
+            "boi_token_index": "<|image_start|>",
+            "eoi_token_index": "<|image_end|>",
+            "x_id": "<|tile_x_separator|>",
+            "y_id": "<|tile_y_separator|>",
+            "whole_id": "<|image|>",
+        },
+        "<|image|>",
+        files={"preprocessor_config": _square(84) | {"max_patches": 4}},
+    ),
     "gemma3": Recipe(
         "Gemma3",
         {
@@ -359,6 +401,19 @@ def normalized(content: Tensor, mean: tuple[float, ...], std: tuple[float, ...])
     return ((values - means) / stds).flatten(1)
 
 
+def _paddle_features(
+    model: transformers.PreTrainedModel, pixels: Tensor, grid: tuple[int, int, int]
+) -> Tensor:
+    """PaddleOCR-VL takes patches row by row; these come by blocks of 2 x 2."""
+    frames, height, width = grid
+    blocks = pixels.view(frames, height // 2, width // 2, 2, 2, -1).transpose(2, 3)
+    side = round((pixels.shape[1] // 3) ** 0.5)
+    rows = blocks.reshape(frames * height * width, 3, side, side)
+    with torch.no_grad():
+        found = model.model.get_image_features(rows, torch.tensor([grid]))
+    return torch.cat(list(found.pooler_output))
+
+
 def picture_features(
     model: transformers.PreTrainedModel, pixels: Tensor, grid: tuple[int, int, int]
 ) -> Tensor:
@@ -378,7 +433,10 @@ def picture_features(
     if model.config.model_type in ("smolvlm", "idefics3"):
         pictures = pictures.unsqueeze(0)
     with torch.no_grad():
-        found = model.model.get_image_features(pictures, **more).pooler_output
+        if model.config.model_type == "llama4":
+            found = model.multi_modal_projector(model.vision_model(pictures).last_hidden_state)
+        else:
+            found = model.model.get_image_features(pictures, **more).pooler_output
     return torch.cat([tile.reshape(-1, tile.shape[-1]) for tile in found])
 
 
@@ -386,7 +444,10 @@ def qwen_features(
     model: transformers.PreTrainedModel, pixels: Tensor, grid: tuple[int, int, int]
 ) -> Tensor:
     """Feature rows with DeepStack parts as transformers' Qwen-VL towers compute them."""
-    visual, grids = model.model.visual, torch.tensor([grid])
+    grids = torch.tensor([grid])
+    if model.config.model_type == "paddleocr_vl":
+        return _paddle_features(model, pixels, grid)
+    visual = model.model.visual
     if model.config.model_type.startswith("glm"):  # its class wants each time step by itself
         grids = torch.tensor([(1, *grid[1:])] * grid[0])
     with torch.no_grad():

@@ -148,6 +148,20 @@ class ReducingMerger(nn.Module):
         return self.mlp(self.reduce(normed.transpose(1, 2).flatten(1)))
 
 
+class Adapter(nn.Module):
+    """Llama 4: concatenation, two projections with an activation after each, and one to the text
+    model's width."""
+
+    def __init__(self, config: TowerConfig, group: Group, build: Build) -> None:
+        super().__init__()
+        wide, inner = config.width * config.merge**2, config.merger_inner
+        self.mlp = TwoLinears(wide, inner, inner, False, group, build)
+        self.linear = whole_linear(inner, config.out, build)
+
+    def forward(self, cells: Tensor) -> Tensor:
+        return self.linear(_gelu(self.mlp(cells.flatten(1))))
+
+
 class GatedMerger(nn.Module):
     """GLM-4V: a convolution over the neighbours, then a projection with norm and a gated block.
 
@@ -196,5 +210,6 @@ MERGERS: Mapping[str, Callable[[TowerConfig, Group, Build], nn.Module]] = {
     "pooling": MeanPooling,
     "mistral3": ReducingMerger,
     "glm4v": GatedMerger,
+    "llama4": Adapter,
 }
 """`TowerConfig.merger` -> class."""

@@ -92,6 +92,8 @@ class Patches(Layer):
         super().__init__()
         frames = (config.temporal_patch,) if config.temporal_patch > 1 else ()
         self.shape = (config.width, config.channels, *frames, config.patch, config.patch)
+        if config.is_patch_flat:
+            self.shape = (config.width, config.channels * config.temporal_patch * config.patch**2)
         self.has_bias = config.has_patch_bias
         self.ops = build.ops
         self.weight: PackedLinear | None = None
@@ -123,7 +125,7 @@ class Patches(Layer):
 class LearnedPositions(Layer):
     """A learned table of side² positions that is interpolated to each grid, or used as it is.
 
-    The row of the class token comes first.
+    The class token's row is where the token is: before or behind the others.
     """
 
     def __init__(self, config: TowerConfig, build: Build) -> None:
@@ -353,30 +355,38 @@ class VisionTower(nn.Module):
         return (rows + (config.class_token == "first")).to(self.device), weights.to(self.device)
 
     def _with_class(self, x: Tensor, frames: int) -> Tensor:
-        """The patches of each frame, its class token before them."""
+        """The patches of each frame, with its class token before or behind them."""
         if self.class_token is None:
             return x
-        token = self.class_token.values
+        token, is_first = self.class_token.values, self.config.class_token == "first"
         if self.positions is not None:
-            token = token + self.positions.table[0]
-        x = x.unflatten(0, (frames, -1))
-        return torch.cat([token.expand(frames, 1, -1), x], dim=1).flatten(0, 1)
+            token = token + self.positions.table[0 if is_first else -1]
+        tokens, x = token.expand(frames, 1, -1), x.unflatten(0, (frames, -1))
+        return torch.cat([tokens, x] if is_first else [x, tokens], dim=1).flatten(0, 1)
 
     def _without_class(self, x: Tensor, grid: Grid) -> Tensor:
         if self.class_token is None:
             return x
-        return x.unflatten(0, (grid[0], -1))[:, 1:].flatten(0, 1)
+        x = x.unflatten(0, (grid[0], -1))
+        return (x[:, 1:] if self.config.class_token == "first" else x[:, :-1]).flatten(0, 1)
 
     def _angles(self, grid: Grid) -> Angles:
-        """Half of a head's pairs turn by the row, half by the column."""
-        axes = coordinates(grid, self.config.merge if self.config.is_by_block else 1)
+        """Half of a head's pairs turn by the row, half by the column; a class token does not."""
+        config = self.config
+        row, column = coordinates(grid, config.merge if config.is_by_block else 1)
+        axes = (column, row) if config.turns_columns_first else (row, column)
         turns = torch.cat(
             [
-                axis.to(self.device).unsqueeze(1) * frequencies
+                (axis.to(self.device) + config.rope_first).unsqueeze(1) * frequencies
                 for axis, frequencies in zip(axes, self.frequencies, strict=True)
             ],
             dim=1,
         )
+        if config.class_token:
+            turns, rest = turns.unflatten(0, (grid[0], -1)), turns.new_zeros(grid[0], 1, 1)
+            rest = rest.expand(-1, -1, turns.shape[2])
+            parts = [rest, turns] if config.class_token == "first" else [turns, rest]
+            turns = torch.cat(parts, dim=1).flatten(0, 1)
         return turns.cos(), turns.sin()
 
     def _cells(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from tests.support.multimodal import (
     tiny,
 )
 
-QWEN = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"]
+QWEN = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "paddleocr_vl"]
 OPS = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16)
 GRIDS = [(1, 2, 2), (1, 6, 22), (1, 18, 14), (3, 8, 10)]
 
@@ -50,7 +50,7 @@ def content_of(tower: VisionTower, grid, seed: int = 0) -> torch.Tensor:
     return random_content(grid[0] * grid[1] * grid[2], values, seed)
 
 
-SQUARES = ["gemma3", "llava", "llava_siglip", "smolvlm", "internvl", "internvl_6b"]
+SQUARES = ["gemma3", "llava", "llava_siglip", "smolvlm", "internvl", "internvl_6b", "llama4"]
 RAGGED = ["pixtral", "mistral3"]
 TILES = [(1, 6, 6), (3, 6, 6)]
 
