@@ -339,7 +339,7 @@ async def _send(state: ServerState, line: BatchLine) -> _Reply:
     exchange.request.body = json.dumps(_body(state, line, exchange)).encode()
     try:
         # this task has inherited the labels of the request that created the first batch
-        with nullcontext() if state.labels is None else state.labels(exchange):
+        with nullcontext() if state.labels is None else state.labels(exchange.context):
             await endpoints()[line.url](exchange, state)
     except RequestError as error:
         await exchange.fail(error)
