@@ -38,7 +38,7 @@ class TowerConfig:
             "bilinear", "bicubic": interpolated between them.
         aligns_corners: corners of the grid lie on corners of the table, else half a cell inside.
         adds_positions_last: positions are added after the first norm.
-        class_token: "" = none | "first" | "last": before or behind the patches of a frame.
+        class_token: "" = none | "first" | "last": before or after the patches of a frame.
         rope_theta: base of the rotation by row and column; 0 = none.
         rope_first: of the first row and column.
         turns_columns_first: the first half of the pairs turns by the column (Llama 4).
@@ -602,7 +602,7 @@ def _until(source: _Source, tower: TowerConfig, default: int) -> TowerConfig:
 
 
 def _internvl(source: _Source) -> MediaConfig:
-    """InternVL 3 (arXiv 2504.10479): tiles, of which each block of patches makes a feature row."""
+    """InternVL 3 (arXiv 2504.10479): tiles; each block of patches makes a feature row."""
     vision = source.vision
     ratio = source.whole.number("downsample_ratio", 0.01, 1.0, default=0.5)
     norm = vision.text("norm_type", default="layer_norm")
@@ -675,7 +675,7 @@ def _idefics3(source: _Source) -> MediaConfig:
 
 
 def _llama4(source: _Source) -> MediaConfig:
-    """Llama 4: tiles, of which each block of patches makes a feature row."""
+    """Llama 4: tiles; each block of patches makes a feature row."""
     vision = source.vision
     ratio = vision.number("pixel_shuffle_ratio", 0.01, 1.0, default=0.5)
     rope = vision.part("rope_parameters") or vision
@@ -722,7 +722,7 @@ def _mistral3(source: _Source) -> MediaConfig:
 
 
 def _pixtral(source: _Source, merge: int) -> MediaConfig:
-    """Pixtral (arXiv 2410.07073) and Mistral 3: any aspect, with a token behind each row."""
+    """Pixtral (arXiv 2410.07073) and Mistral 3: any aspect, with a token after each row."""
     vision = source.vision
     rope = vision.part("rope_parameters") or vision
     tower = _vit(

@@ -148,7 +148,7 @@ class ReducingMerger(nn.Module):
         return self.mlp(self.reduce(normed.transpose(1, 2).flatten(1)))
 
 
-class Adapter(nn.Module):
+class Llama4Merger(nn.Module):
     """Llama 4: concatenation, two projections with an activation after each, and one to the text
     model's width."""
 
@@ -210,6 +210,6 @@ MERGERS: Mapping[str, Callable[[TowerConfig, Group, Build], nn.Module]] = {
     "pooling": MeanPooling,
     "mistral3": ReducingMerger,
     "glm4v": GatedMerger,
-    "llama4": Adapter,
+    "llama4": Llama4Merger,
 }
 """`TowerConfig.merger` -> class."""

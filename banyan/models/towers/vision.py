@@ -125,7 +125,7 @@ class Patches(Layer):
 class LearnedPositions(Layer):
     """A learned table of side² positions that is interpolated to each grid, or used as it is.
 
-    The class token's row is where the token is: before or behind the others.
+    The class token's row is where the token is: before or after the others.
     """
 
     def __init__(self, config: TowerConfig, build: Build) -> None:
@@ -355,7 +355,7 @@ class VisionTower(nn.Module):
         return (rows + (config.class_token == "first")).to(self.device), weights.to(self.device)
 
     def _with_class(self, x: Tensor, frames: int) -> Tensor:
-        """The patches of each frame, with its class token before or behind them."""
+        """The patches of each frame, with its class token before or after them."""
         if self.class_token is None:
             return x
         token, is_first = self.class_token.values, self.config.class_token == "first"
