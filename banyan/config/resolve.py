@@ -66,32 +66,13 @@ def find_model(config: Config, environment: Environment) -> tuple[Config, ModelC
     config = set_embedding(config, path)
     is_foreign = config.model.implementation == "transformers"
     model_config = read_model_config(
-        path,
-        config.model.load_format,
-        config.model.overrides,
-        is_foreign=is_foreign,
-        with_media=not config.model.is_text_only,
+        path, config.model.load_format, config.model.overrides, is_foreign=is_foreign
     )
-    if config.model.needs_media:
-        _check_media(config, model_config)
     if config.model.is_embedding and model_config.pooling is None:
         model_config = replace(
             model_config, pooling=read_pooling(model_config), tie_embeddings=False
         )
     return config, model_config
-
-
-def _check_media(config: Config, model_config: ModelConfig) -> None:
-    if config.model.is_text_only:
-        raise ConfigError(
-            "--enable-multimodal and --language-model-only contradict each other",
-            hint="leave one of them out",
-        )
-    if model_config.outer and model_config.media is None:
-        raise ConfigError(
-            f"--enable-multimodal: the tower of {model_config.outer} is not supported",
-            hint="leave it out, and its text model is served",
-        )
 
 
 def set_embedding(config: Config, path: str) -> Config:

@@ -36,10 +36,6 @@ class LoadConfig:
     """"transformers" = run the model with that library and this server's attention."""
     is_embedding: bool = False
     """Serve embeddings; no text is generated."""
-    needs_media: bool = False
-    """A multimodal checkpoint whose tower is not supported ends the start."""
-    is_text_only: bool = False
-    """Only the text model of a multimodal checkpoint is loaded."""
     overrides: dict[str, object] = field(default_factory=dict[str, object])
     """Values that override keys of config.json."""
     loader_functions: tuple[str, ...] = ()

@@ -358,7 +358,7 @@ class LoadedWeights:
             path,
             overrides=config.overrides,
             is_foreign=config.implementation == "transformers",
-            with_media=not config.is_text_only,
+            with_media=mine.media is not None,
         )
         same = replace(
             found, path=mine.path, format=mine.format, dtype=mine.dtype, pooling=mine.pooling

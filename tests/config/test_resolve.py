@@ -171,36 +171,3 @@ def test_only_the_demo_left_to_itself_is_asked_without_a_system_message() -> Non
     assert resolve(other, MODEL_CONFIG, NOTHING).server.chat_template == ""
     chosen = Config(server=ServerConfig(chat_template="llama-3"))
     assert resolve(chosen, MODEL_CONFIG, NOTHING).server.chat_template == "llama-3"
-
-
-_QWEN2_VL = LLAMA | {
-    "architectures": ["Qwen2VLForConditionalGeneration"],
-    "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
-}
-
-
-def test_only_the_text_model_is_served_if_a_flag_says_so(tmp_path: Path) -> None:
-    path = folder(tmp_path, _QWEN2_VL)
-
-    _, whole, _ = prepare(config_of(path), NOTHING)
-    _, alone, _ = prepare(config_of(path, "--language-model-only"), NOTHING)
-
-    assert whole.media is not None
-    assert alone == replace(whole, media=None)
-
-
-def test_a_tower_that_was_asked_for_must_be_supported(tmp_path: Path) -> None:
-    path = folder(tmp_path, _QWEN2_VL)
-    _, model_config, _ = prepare(config_of(path, "--enable-multimodal"), NOTHING)
-    assert model_config.media is not None
-
-    with pytest.raises(ConfigError, match="contradict"):
-        prepare(config_of(path, "--enable-multimodal", "--language-model-only"), NOTHING)
-
-    other = {"architectures": ["VipLlavaForConditionalGeneration"], "text_config": LLAMA}
-    path = folder(tmp_path, other)
-    with pytest.raises(ConfigError, match="VipLlava.* is not supported"):
-        prepare(config_of(path, "--enable-multimodal"), NOTHING)
-
-    path = folder(tmp_path, LLAMA)
-    prepare(config_of(path, "--enable-multimodal"), NOTHING)  # a model of text alone

@@ -76,22 +76,6 @@ FLAGS = (
         proof="tests/system/test_embeddings.py::test_a_causal_model_gives_its_last_state",
     ),
     Flag(
-        "enable-multimodal",
-        "model.needs_media",
-        "end the start if the tower of a multimodal model is not supported; otherwise only its "
-        "text model is served then",
-        kind=SWITCH,
-        proof="tests/config/test_resolve.py::test_a_tower_that_was_asked_for_must_be_supported",
-    ),
-    Flag(
-        "language-model-only",
-        "model.is_text_only",
-        "serve only the text model of a multimodal checkpoint, without loading its towers",
-        kind=SWITCH,
-        documented=False,
-        proof="tests/config/test_resolve.py::test_only_the_text_model_is_served_if_a_flag_says_so",
-    ),
-    Flag(
         "json-model-override-args",
         "model.overrides",
         'JSON object that overrides keys of the model\'s config.json, e.g. {"rope_theta": '
