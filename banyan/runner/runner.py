@@ -241,6 +241,7 @@ class ModelRunner:
             text=self._pooler is None,
             vectors=self._pooler is not None,
             hidden=True,
+            features=self._features is not None,
             multi_steps=self._forward.is_recorded
             and self._pooler is None
             and self._drafting is None

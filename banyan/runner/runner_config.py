@@ -66,6 +66,7 @@ class Abilities:
         vectors: rows are pooled into embeddings.
         hidden: rows report their hidden states.
         multi_steps: a plan may hold several decode steps.
+        features: joins may have spans.
     """
 
     groups: tuple[str, ...]
@@ -79,3 +80,4 @@ class Abilities:
     vectors: bool
     hidden: bool
     multi_steps: bool
+    features: bool = False

@@ -101,6 +101,7 @@ class RowPlanner:
         else:
             builder.spend(count)
             if request.generate.spans:
+                self._contents.on_row(request, start, end, builder.step)
                 self._prepare(request, end, builder)
         return Planned.ROW
 

@@ -62,6 +62,8 @@ class _Item:
     is_sent: bool = False
     step: StepId = NO_STEP
     """Of its newest piece."""
+    read_by: StepId = NO_STEP
+    """The newest step with a row over it."""
     used: int = 0
     """Larger = used later."""
 
@@ -184,6 +186,12 @@ class SpanContents:
                 return span.end if span.first <= start else span.first
         return end
 
+    def on_row(self, request: Request, start: int, end: int, step: StepId) -> None:
+        """A row over positions start … end - 1 has been planned."""
+        for span in _after(request.generate.spans, start):
+            if span.first < end:
+                self._items[span.digest].read_by = step
+
     def prepare(
         self, request: Request, start: int, builder: StepPlanBuilder, running: Sequence[Request]
     ) -> None:
@@ -199,7 +207,7 @@ class SpanContents:
             if item.is_ready:
                 continue
             blocks = self._affordable(item, builder)
-            if not blocks or not self._has_room(item, request, span, running):
+            if not blocks or not self._has_room(item, request, start, span, builder.step, running):
                 return
             if not item.is_sent:
                 builder.contents.append(_as_new(item))
@@ -220,9 +228,16 @@ class SpanContents:
         return min(left, max(least, builder.budget // cost))
 
     def _has_room(
-        self, item: _Item, request: Request, span: Span, running: Sequence[Request]
+        self,
+        item: _Item,
+        request: Request,
+        start: int,
+        span: Span,
+        step: StepId,
+        running: Sequence[Request],
     ) -> bool:
-        """Make room for the rows of an item, unless it has it already.
+        """Make room for the rows of an item, unless it has it already. Rows of this very step keep
+        their features.
 
         Features that other requests wait to run over are given up only for a running request of
         higher rank, so the first of the running ones always gets on.
@@ -235,7 +250,9 @@ class SpanContents:
         if missing <= 0:
             return True
         kept = {
-            other.digest for other in _after(request.generate.spans, 0) if other.first < span.first
+            other.digest
+            for other in _after(request.generate.spans, start)
+            if other.first < span.first
         }
         is_running = request.state == RUNNING
         for other in running:
@@ -246,7 +263,7 @@ class SpanContents:
             for rank, other in waiting.items():
                 if other is not request and other.state != RUNNING and rank < request.rank:
                     kept |= {s.digest for s in other.generate.spans}
-        free = [each for each in held if each.content.digest not in kept]
+        free = [each for each in held if each.content.digest not in kept and each.read_by != step]
         for each in sorted(free, key=lambda each: each.used):
             missing -= each.content.rows
             self._give_up(each)
