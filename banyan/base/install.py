@@ -1,6 +1,5 @@
-"""The version, the folder of the cache, and commands that install optional packages."""
+"""The version, and commands that install optional packages, for the hints of error messages."""
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -10,11 +9,6 @@ DISTRIBUTION = "banyan-serve"
 """Name on the package index. The package of the name "banyan" there is another program."""
 SOURCE = Path(__file__).resolve().parents[2]
 """Folder that contains the package: a checkout, or site-packages."""
-
-
-def cache_folder(name: str) -> Path:
-    """Folder for what this program can make anew; below XDG_CACHE_HOME if that is set."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "banyan" / name
 
 
 def install_command(extra: str, source: Path = SOURCE) -> str:

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Protocol
 
 from banyan.base.errors import ConfigError
-from banyan.base.install import cache_folder
 from banyan.base.log import logger, printable
 from banyan.kv_transfer.checksum import SUM_BYTES, checksum
 from banyan.kv_transfer.store import Damaged, Missing, StoreOptions
@@ -405,7 +404,7 @@ def open_files(options: StoreOptions, io: PageIO | None = None) -> FileStore:
     what is free), "fsync".
     """
     extra = dict(options.extra)
-    path = extra.pop("path", "") or str(cache_folder("pages"))
+    path = extra.pop("path", "") or str(Path.home() / ".cache" / "banyan" / "pages")
     limit, fsync = extra.pop("max_bytes", 0), extra.pop("fsync", False)
     if extra:
         raise ConfigError(

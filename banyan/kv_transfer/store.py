@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Protocol
 
 from banyan.base.errors import ModelError
-from banyan.base.install import cache_folder
 from banyan.base.table import Table
 
 _PIECE_BYTES = 32 << 20
@@ -114,7 +113,7 @@ def digest_of_files(files: Sequence[Path], notes: Path | None = None) -> bytes:
     Raises:
         ModelError: a file cannot be read.
     """
-    notes = notes or cache_folder("weights")
+    notes = notes or Path.home() / ".cache" / "banyan" / "weights"
     try:
         known = notes / identity(map(_signature, files)).hex()
         with suppress(OSError, ValueError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.base.install import DISTRIBUTION, cache_folder, install_command
+from banyan.base.install import DISTRIBUTION, install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -39,13 +39,3 @@ def test_each_extra_that_a_hint_or_a_page_names_exists() -> None:
     assert named <= set(PROJECT["optional-dependencies"])
     for text in (code, pages):
         assert not re.search(r"install '?\"?banyan\[", text)
-
-
-def test_the_cache_follows_the_user_and_the_variable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder("kernels") == tmp_path / ".cache" / "banyan" / "kernels"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    assert cache_folder("kernels") == tmp_path / "other" / "banyan" / "kernels"

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from banyan.base.install import cache_folder
 from banyan.base.log import logger, start_logging
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -306,7 +305,7 @@ def _isa(stem: str) -> str:
 
 
 def _target(folder: Path | None, isa: str) -> Path:
-    folder = folder or cache_folder("kernels")
+    folder = folder or Path.home() / ".cache" / "banyan" / "kernels"
     return folder / _fingerprint(isa) / LIBRARY
 
 
