@@ -27,7 +27,7 @@ DRIVER = (
 """Of the host, at the same place inside."""
 RESOURCE = "huawei.com/Ascend910"
 """What the vendor's device plugin calls one device in Kubernetes."""
-CACHE, CACHE_INSIDE = "/var/cache/banyan", "/home/banyan/.cache"
+CACHE, CACHE_INSIDE = "/var/cache/banyan", "/var/lib/banyan/.cache"
 """Folder of the host for compiled kernels and downloads, and its place in the image."""
 SYSCTL_FILE = "90-banyan.conf"
 
