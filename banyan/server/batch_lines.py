@@ -5,6 +5,7 @@ the engine free.
 """
 
 import asyncio
+import codecs
 import io
 import json
 from collections import Counter
@@ -101,7 +102,7 @@ def read_lines(
     lines: list[BatchLine] = []
     faults: list[Fault] = []
     seen: Counter[str] = Counter()
-    for number, text in enumerate(io.BytesIO(content), 1):
+    for number, text in enumerate(io.BytesIO(content.removeprefix(codecs.BOM_UTF8)), 1):
         if not text.strip():
             continue
         if len(lines) == MAX_LINES:

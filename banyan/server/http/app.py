@@ -221,7 +221,8 @@ class App(Generic[S]):
             raise no_route(exchange.request.path, self.routes)
         named = exchange.request.headers.get(auth.TENANT.encode())
         if self.state.signer is not None and named and route.guard != auth.OPEN:
-            verdict = self.state.signer.read(named.decode("latin-1"), verdict)
+            method, path = exchange.request.method, exchange.request.path
+            verdict = self.state.signer.read(named.decode("latin-1"), verdict, method, path)
         held.enter_context(self.state.keys.counted(verdict.caller))
         exchange.context.tenant, exchange.context.is_admin = verdict.caller.tenant, verdict.is_admin
         CALLER.set(verdict.caller.tenant)
