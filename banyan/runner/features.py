@@ -184,6 +184,8 @@ class SpanTable:
         self.features = features
         self._device = device
         self._spans: dict[int, list[PlacedSpan]] = {}
+        self._ends: dict[int, int] = {}
+        """Slot -> first place from which on all are ordinary tokens with the shift of `later`."""
         self._shifts: dict[int, np.ndarray] = {}
         """Slot -> int32 [prompt, AXES], of prompts whose positions differ from those of text."""
         has_axes = features is not None and features.form.axes
@@ -203,14 +205,18 @@ class SpanTable:
             inside = tokens[span.first : span.first + span.count]
             inside[inside < 0] = self.features.form.placeholder
         self._spans[slot] = spans
+        self._ends[slot] = spans[-1].first + spans[-1].count
         if self.later is not None and self.later_on_device is not None:
             self._shifts[slot], self.later[slot] = axis_shifts(spans, join.prompt_len)
+            if (self._shifts[slot][-1] != self.later[slot]).any():
+                self._ends[slot] = join.prompt_len
             self.later_on_device[slot] = copy_to(torch.from_numpy(self.later[slot]), self._device)
         return tokens
 
     def leave(self, slot: int) -> None:
         if self._spans.pop(slot, None) is None:
             return
+        self._ends.pop(slot)
         if self._shifts.pop(slot, None) is not None:
             assert self.later is not None and self.later_on_device is not None
             self.later[slot] = 0
@@ -269,12 +275,12 @@ class SpanTable:
                 out[at : at + len(mine)] = mine
 
     def reaches(self, slots: np.ndarray, starts: np.ndarray) -> bool:
-        """Whether any of these rows begins before the end of the last span of its slot."""
+        """Whether any of these rows begins before the places that are all alike, behind the last
+        span of its slot."""
         if not self._spans:
             return False
-        ends = {slot: spans[-1].first + spans[-1].count for slot, spans in self._spans.items()}
         return any(
-            start < ends.get(slot, 0)
+            start < self._ends.get(slot, 0)
             for slot, start in zip(slots.tolist(), starts.tolist(), strict=True)
         )
 
