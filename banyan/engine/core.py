@@ -354,7 +354,7 @@ class EngineCore:
                     self.scheduler.flush()
                 self.scheduler.cache.pins.unpin()  # pages of other weights are of no use
                 self.scheduler.cache.weights = weights_id(order.version)
-                self.scheduler.contents.forget_all()
+                self.scheduler.contents.forget_since(NO_STEP)
                 self._mark_resumed([WEIGHTS])
             case ReleaseMemory():
                 self.released += [tag for tag in order.tags if tag not in self.released]

@@ -58,7 +58,8 @@ def axis_shifts(spans: Iterable[Placed], length: int) -> tuple[np.ndarray, int]:
         length: of the prompt.
 
     Returns:
-        int32 [length, AXES], and the shift of every later place.
+        int32 [length, AXES], and the shift of every later place: it goes on after the largest
+        position so far.
     """
     shifts, shift, end = np.zeros((length, AXES), np.int32), 0, 0
     for span in spans:
@@ -73,7 +74,8 @@ def axis_shifts(spans: Iterable[Placed], length: int) -> tuple[np.ndarray, int]:
         shifts[span.first : end] = begin + grid - np.arange(span.first, end)[:, None]
         shift = begin + max(rows, columns) - end
     shifts[end:] = shift
-    return shifts, shift
+    largest = int((shifts + np.arange(length)[:, None]).max(initial=-1))
+    return shifts, largest + 1 - length
 
 
 class Rotary:

@@ -18,6 +18,7 @@ from banyan.messages.spans import ContentKind
 from banyan.models.base import Model
 from banyan.models.towers.vision import Tower, TowerState
 from banyan.ops.host_memory import copy_to
+from banyan.parallel.groups import Group
 
 log = logger(__name__)
 
@@ -64,6 +65,7 @@ def form_of(model: Model) -> FeatureForm:
 class Features:
     """
     Args:
+        stages: pipeline stages; only the first one has features.
         is_alone: one rank runs the model, so that an exception here leaves no other rank waiting.
 
     Attributes:
@@ -75,8 +77,11 @@ class Features:
         form: FeatureForm,
         dtype: torch.dtype,
         device: torch.device,
+        stages: Group,
         is_alone: bool = True,
     ) -> None:
+        self.is_here = stages.rank == 0
+        self._has_stages = stages.size > 1
         self.form = form
         self._dtype, self._device = dtype, device
         self.tower: Tower | None = None
@@ -88,7 +93,13 @@ class Features:
         self._rows: dict[int, Tensor] = {}
 
     def enter(self, plan: StepPlan) -> list[PieceFailure]:
-        """Drop what the plan forgets, take its contents and run its pieces."""
+        """Drop what the plan forgets, take its contents and run its pieces.
+
+        Raises:
+            ContentError: with pipeline stages, as the others would run the rows all the same.
+        """
+        if not self.is_here:
+            return []
         for number in plan.forget:
             for kept in (self._given, self._begun, self._rows):
                 kept.pop(number, None)
@@ -102,6 +113,8 @@ class Features:
             try:
                 self._run(number, piece.first_block, piece.blocks)
             except ContentError as error:
+                if self._has_stages:
+                    raise
                 failed[number] = PieceFailure(number, str(error), 400)
             except Exception as error:
                 if not self._is_alone:
@@ -171,6 +184,8 @@ class SpanTable:
         self.features = features
         self._device = device
         self._spans: dict[int, list[PlacedSpan]] = {}
+        self._ends: dict[int, int] = {}
+        """Slot -> first place from which on all are ordinary tokens with the shift of `later`."""
         self._shifts: dict[int, np.ndarray] = {}
         """Slot -> int32 [prompt, AXES], of prompts whose positions differ from those of text."""
         has_axes = features is not None and features.form.axes
@@ -190,14 +205,18 @@ class SpanTable:
             inside = tokens[span.first : span.first + span.count]
             inside[inside < 0] = self.features.form.placeholder
         self._spans[slot] = spans
+        self._ends[slot] = spans[-1].first + spans[-1].count
         if self.later is not None and self.later_on_device is not None:
             self._shifts[slot], self.later[slot] = axis_shifts(spans, join.prompt_len)
+            if (self._shifts[slot][-1] != self.later[slot]).any():
+                self._ends[slot] = join.prompt_len
             self.later_on_device[slot] = copy_to(torch.from_numpy(self.later[slot]), self._device)
         return tokens
 
     def leave(self, slot: int) -> None:
         if self._spans.pop(slot, None) is None:
             return
+        self._ends.pop(slot)
         if self._shifts.pop(slot, None) is not None:
             assert self.later is not None and self.later_on_device is not None
             self.later[slot] = 0
@@ -208,6 +227,8 @@ class SpanTable:
 
     def problem(self, row: Row) -> str | None:
         """Why a row cannot run; None = the features that it needs are there."""
+        if self.features is not None and not self.features.is_here:
+            return None
         for span, first, last in self._within(row.slot, row.start, row.start + row.count):
             rows = None if self.features is None else self.features.of(span.content)
             if rows is None:
@@ -254,12 +275,12 @@ class SpanTable:
                 out[at : at + len(mine)] = mine
 
     def reaches(self, slots: np.ndarray, starts: np.ndarray) -> bool:
-        """Whether any of these rows begins before the end of the last span of its slot."""
+        """Whether any of these rows begins before the places that are all alike, behind the last
+        span of its slot."""
         if not self._spans:
             return False
-        ends = {slot: spans[-1].first + spans[-1].count for slot, spans in self._spans.items()}
         return any(
-            start < ends.get(slot, 0)
+            start < self._ends.get(slot, 0)
             for slot, start in zip(slots.tolist(), starts.tolist(), strict=True)
         )
 

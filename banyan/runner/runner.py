@@ -127,7 +127,8 @@ class ModelRunner:
         self._features: Features | None = None
         if model.takes_features:
             is_alone = self._ranks.size == 1
-            self._features = Features(form_of(model), build.dtype, device, is_alone)
+            stages = build.groups.stages
+            self._features = Features(form_of(model), build.dtype, device, stages, is_alone)
             self._table.spans = SpanTable(config.max_slots + 1, device, self._features)
         # The draft model's layers follow the model's in the same pages, so one lease, one radix
         # tree and one store hold both.

@@ -511,7 +511,7 @@ class Scheduler:
             for request in alive:
                 request.is_suspect = self._has_suspects = True
         self._drop_promises(result.step, "")
-        self.contents.on_step_failed(result.step)
+        self.contents.forget_since(result.step)
         self.cache.settle(result.step)
         for request in list(self.request_table.running):
             self.request_table.recompute(request)

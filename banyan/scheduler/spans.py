@@ -273,16 +273,11 @@ class SpanContents:
 
     # -- losing features ----------------------------------------------------------------------
 
-    def on_step_failed(self, step: StepId) -> None:
-        """A step failed: it is unknown what its pieces, and pieces of later steps, have left."""
+    def forget_since(self, step: StepId) -> None:
+        """Forget what the pieces of `step` and of later ones have made: the step failed, or the
+        tower has other weights."""
         for item in list(self._items.values()):
             if item.is_sent and item.step >= step:
-                self._give_up(item)
-
-    def forget_all(self) -> None:
-        """The weights of the tower are others."""
-        for item in list(self._items.values()):
-            if item.is_sent:
                 self._give_up(item)
 
     def check_counts(self, alive: Iterable[Request]) -> None:
