@@ -52,6 +52,14 @@ class LoadConfig:
     """Also take the inputs of layers from that file, in the pass of its tokens."""
     disable_mmap: bool = False
     """Read files of weights into memory instead of mapping them."""
+    loader_options: dict[str, object] = field(default_factory=dict[str, object])
+    """Read by `config/rules/model.py`."""
+    loader_threads: int = 0
+    """Threads that read files of weights ahead of the loader; set by `config/rules/model.py`."""
+    config_file: str = ""
+    """File that replaces the checkpoint's config.json; "" = none."""
+    waits_for_weights: bool = False
+    """The server is ready only once its weights were updated."""
     deletes: int = 0
     """Weight files to delete after loading: KEEP, OWN or ANY of `config/delete_checkpoint.py`."""
     context_length: int = 0
@@ -440,6 +448,8 @@ class SpeculativeConfig:
     draft_load_format: str = "auto"
     draft_quantization: str = ""
     """Quantization of its float weights at load; "" = none."""
+    draft_config_file: str = ""
+    """File that replaces the draft model's config.json; "" = none."""
     token_map: str = ""
     """File of the token ids that EAGLE's lm_head is restricted to; "" = all."""
 
@@ -499,6 +509,10 @@ class HandoffConfig:
     """How long a prefill server keeps a finished prompt."""
     patience_s: float = 300.0
     """How long a decode server waits for a prompt."""
+    fakes_prompts: bool = False
+    """A decode server invents the prompts of requests that name no prefill server."""
+    reserved_tokens: int = 512
+    """Output tokens of each running request for which a decode server keeps pages free."""
 
     @property
     def role(self) -> str:
@@ -649,6 +663,10 @@ class ObserveConfig:
     """"info" and "debug" log one line per HTTP request."""
     step_log_interval: int = 40
     """Decode steps between two log lines about load; 0 = none."""
+    step_log_format: str = "sglang"
+    """Form of these lines: "sglang", or "plain" = key=value pairs."""
+    shows_costs: bool = False
+    """Log with these lines how long the parts of a step take."""
     profile_dir: str = ""
     """Folder of profiles; "" = the folder of temporary files."""
     metrics: bool = False

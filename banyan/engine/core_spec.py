@@ -96,6 +96,7 @@ def core_spec(
     """
     schedule = config.schedule
     is_chunked = schedule.chunk_tokens > 0
+    reserved = config.handoff.reserved_tokens if config.handoff.mode == "decode" else 0
     most = 0 if are_laid_out else memory_of_adapters(config.lora, memory)
     return CoreSpec(
         groups=memory.groups,
@@ -130,6 +131,7 @@ def core_spec(
                 decay_steps=schedule.new_token_decay,
                 retract_steps=schedule.retract_steps,
                 clip_tokens=schedule.clip_new_tokens,
+                reserved_tokens=reserved,
             ),
             multi_step=schedule.multi_step or 1,
             micro_batch=schedule.micro_batch if schedule.token_gap else 0,

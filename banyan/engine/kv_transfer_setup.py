@@ -392,6 +392,7 @@ def _fabric_of(served: ServedReplica) -> "Fabric | None":
 def _pd_mover(
     served: ServedReplica, wake: Callable[[], None], secret: str, rank_access: Sequence[RankAccess]
 ) -> OpenMover:
+    from banyan.disaggregation.fake import FakeWithoutHost
     from banyan.disaggregation.transfer import (  # imports sockets, which only PD needs
         TRANSFERS,
         TransferOptions,
@@ -435,6 +436,9 @@ def _pd_mover(
             **_facts_of_sizes(store.groups, forms),
         }
         mover = open_transfer(pages, replace(options, facts=facts, forms=forms), wake)
+        if handoff.fakes_prompts and not is_prefill:
+            log.warning("requests that name no prefill server get invented prompts")
+            mover = FakeWithoutHost(mover, wake)
         return mover if parallel.world == 1 else EarlyMover(mover)
 
     return open_mover

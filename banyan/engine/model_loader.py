@@ -21,6 +21,7 @@ from banyan.config.rules.cache import can_have_store
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.config.speculation import longest_branch
 from banyan.engine.placement import device_number, is_placed, place_rank
+from banyan.formats.shards import parallel_reads
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.layers.build import Build, SideStream
 from banyan.layers.cache_spec import PageGroup, align_groups, group_caches, numbered_through
@@ -182,7 +183,10 @@ def open_model(
         kept = ", ".join(cast(BoundOps, ops).kept_types)
         rest = f"except {kept}" if kept else "all of them"
         log.info("quantised weights become %s at load, %s", config.model.activation_dtype, rest)
-    model = load_weights(config.model, model_config, build, offload)
+    if config.model.loader_threads:
+        log.info("%d threads read the weights", config.model.loader_threads)
+    with parallel_reads(model_config.path, config.model.loader_threads, place, here):
+        model = load_weights(config.model, model_config, build, offload)
     draft = None
     if config.speculative.is_model:
         if draft_of(config).quantization != config.model.quantization:

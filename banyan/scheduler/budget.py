@@ -25,6 +25,7 @@ class Growth:
         decay_steps: steps with decode rows from `start` down to the floor.
         retract_steps: decode steps of capacity that a retraction should free.
         clip_tokens: longest remaining output that is taken into account.
+        reserved_tokens: a request is expected to add at least so many, if it may.
     """
 
     start: float = 0.7
@@ -32,6 +33,7 @@ class Growth:
     decay_steps: int = 600
     retract_steps: int = 20
     clip_tokens: int = 4096
+    reserved_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class NewTokenRatio:
         self._step = (self._start - self._floor) / growth.decay_steps
         self._retract_steps = growth.retract_steps
         self._clip = growth.clip_tokens
+        self._reserved = growth.reserved_tokens
         self.value = self._start
 
     def reset(self) -> None:
@@ -146,4 +149,5 @@ class NewTokenRatio:
     def expected_tokens(self, request: Request) -> int:
         """Tokens that the request is still expected to add."""
         left = min(request.limit - request.known, self._clip)
-        return int(left * (1.0 if request.sampling.ignore_eos else self.value))
+        expected = int(left * (1.0 if request.sampling.ignore_eos else self.value))
+        return max(expected, min(left, self._reserved - request.output_len))

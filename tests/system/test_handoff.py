@@ -337,6 +337,21 @@ def test_a_fake_transfer_needs_no_other_server(tiny_model: Path) -> None:
         assert stats["computed_tokens"] < 40, "no prompt was computed"
 
 
+def test_a_decode_server_invents_the_prompts_of_requests_without_a_host(
+    tiny_model: Path, single: Engine
+) -> None:
+    auto = {"disaggregation_decode_enable_fake_auto": True}
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    with engines(tiny_model, decode=auto) as pair:
+        for more in ({}, {"bootstrap_room": 7}):
+            assert len(pair.decode.generate(**body, **more)["output_ids"]) == 8
+        stats = pair.decode.get_server_info()["internal_states"][0]["stats"]
+        assert stats["computed_tokens"] < 80, "no prompt was computed"
+        other = {**body, "input_ids": PROMPT[::-1]}
+        assert pair.ask(**other)["output_ids"] == single.generate(**other)["output_ids"]
+        assert is_whole(pair.decode)
+
+
 # -- real servers ----------------------------------------------------------------------------
 
 

@@ -88,6 +88,13 @@ FLAGS = (
         proof="tests/model_config/test_draft_model.py::test_what_the_flags_say_of_the_draft_is_of_it_alone",
     ),
     Flag(
+        "decrypted-draft-config-file",
+        "speculative.draft_config_file",
+        "file to read instead of the draft model's config.json",
+        proof="tests/model_config/test_draft_model.py"
+        "::test_a_draft_model_is_read_by_the_configuration_that_was_named",
+    ),
+    Flag(
         "speculative-draft-load-format",
         "speculative.draft_load_format",
         "format of the draft model's weights; dummy = random weights of the right shapes",

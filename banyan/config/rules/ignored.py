@@ -121,6 +121,16 @@ _RULES = (
         "there is no disaggregation without --disaggregation-mode",
     ),
     _Ignored(
+        "disaggregation-decode-enable-fake-auto num-reserved-decode-tokens",
+        lambda c: c.handoff.mode != "decode",
+        "it is for --disaggregation-mode decode",
+    ),
+    _Ignored(
+        "show-time-cost log-format",
+        lambda c: not c.observe.step_log_interval,
+        "there are no such lines with --decode-log-interval 0",
+    ),
+    _Ignored(
         "disaggregation-bootstrap-port",
         lambda c: c.handoff.mode == "decode",
         "requests carry the address of the prefill server",

@@ -17,6 +17,7 @@ from banyan.config.devices import facts_of
 from banyan.config.rules.cache import store_wishes
 from banyan.config.schema import CacheConfig
 from banyan.engine_client.data_parallel import agreed
+from banyan.kv_transfer.store import DYNAMIC
 from banyan.messages.control_ops import GRAPHS, MEMORY_TAGS, USUAL_TAGS
 from banyan.messages.events import BUSY, Reply
 from banyan.server.admin.weights import LOAD_S
@@ -229,6 +230,12 @@ def _wished(cache: CacheConfig, asked: StoreRequest) -> CacheConfig:
             )
     if not asked.hicache_storage_backend:
         raise RequestError("A store must be named.", param="hicache_storage_backend")
+    if asked.hicache_storage_backend == DYNAMIC:
+        raise RequestError(
+            f"{DYNAMIC} runs code that the options name, so only the command line may ask for it.",
+            param="hicache_storage_backend",
+            hint=f"Start the server with --hicache-storage-backend {DYNAMIC}.",
+        )
     text = asked.hicache_storage_backend_extra_config_json or "{}"
     field = "hicache_storage_backend_extra_config_json"
     if len(text) > _MAX_CONFIG:
