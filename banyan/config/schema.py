@@ -317,6 +317,12 @@ class DeviceConfig:
     """Run every step eagerly instead of replaying recorded steps."""
     attention: str = "auto"
     """"torch_native" = attention in plain PyTorch."""
+    prefill_attention: str = ""
+    decode_attention: str = ""
+    """The same for rows of several tokens, and for rows of one; "" = as `attention`."""
+    torch_phase: str = ""
+    """Phase in which torch attends beside the device's kernel: "prefill" or "decode"; "" = none.
+    Set by `config/rules/execution.py`."""
     exact_head: bool = False
     """Compute logits from fp32 activations."""
     is_deterministic: bool = False
@@ -448,6 +454,8 @@ class SpeculativeConfig:
     draft_load_format: str = "auto"
     draft_quantization: str = ""
     """Quantization of its float weights at load; "" = none."""
+    draft_attention: str = ""
+    """As `DeviceConfig.attention`, for the draft model; "" = as the served model."""
     draft_config_file: str = ""
     """File that replaces the draft model's config.json; "" = none."""
     token_map: str = ""

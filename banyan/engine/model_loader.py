@@ -18,6 +18,7 @@ from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.rules.cache import can_have_store
+from banyan.config.rules.execution import with_draft_attention
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.config.speculation import longest_branch
 from banyan.engine.placement import device_number, is_placed, place_rank
@@ -239,7 +240,7 @@ def _open_draft(
     model = draft_of(config)
     is_mtp = config.speculative.is_mtp
     model_config = served if is_mtp else draft_model_config(config.speculative, model, served)
-    ops = _bind(config, model_config, traits, build.device, toolkit)
+    ops = _bind(with_draft_attention(config), model_config, traits, build.device, toolkit)
     # Drafts are only guesses: scales, adapters and expert placement are left out.
     mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
     if build.groups.dp_batch is not None:  # other replicas may have nothing to draft for
@@ -296,6 +297,7 @@ def _bind(
         page_size=config.cache.page_size,
         exact_head=config.device.exact_head,
         toolkit=toolkit,
+        torch_phase=config.device.torch_phase,
     )
 
 

@@ -270,6 +270,20 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_torch_attends_when_it_is_named",
     ),
     Flag(
+        "prefill-attention-backend",
+        "device.prefill_attention",
+        "as --attention-backend, for rows of several tokens; default: --attention-backend",
+        choices=ATTENTION,
+        proof="tests/system/test_flag_effects.py::test_torch_attends_in_the_phase_that_is_named",
+    ),
+    Flag(
+        "decode-attention-backend",
+        "device.decode_attention",
+        "as --attention-backend, for rows of one token; default: --attention-backend",
+        choices=ATTENTION,
+        proof="tests/system/test_flag_effects.py::test_torch_attends_in_the_phase_that_is_named",
+    ),
+    Flag(
         "enable-fp32-lm-head",
         "device.exact_head",
         "compute logits from float32 activations (slower)",
