@@ -177,6 +177,7 @@ class _QwenForm:
     out_key: str = "out_hidden_size"
     act: str = "gelu_pytorch_tanh"
     has_stamps: bool = False
+    has_patch_bias: bool = False
 
 
 _QWEN2 = _QwenForm(
@@ -197,6 +198,7 @@ _QWEN3 = _QwenForm(
     pixels=(256 * 256, 4096 * 4096),
     video_pixels=(128 * 32 * 32, 32 * 32 * 768),
     has_stamps=True,
+    has_patch_bias=True,
 )
 
 
@@ -237,7 +239,7 @@ def _qwen_settings(
     return {
         "patch": tower.patch,
         "merge": tower.merge,
-        "temporal_patch": tower.temporal_patch,
+        "temporal": tower.temporal_patch,
         "min_pixels": low,
         "max_pixels": high,
     }
@@ -267,6 +269,7 @@ def _qwen_tower(source: _Source, form: _QwenForm) -> TowerConfig:
         std=_channels(source.image, "image_std", form.std),
         activation=vision.text("hidden_act", default=form.act),
         rope_theta=10000.0,
+        has_patch_bias=form.has_patch_bias,
     )
 
 
@@ -330,7 +333,6 @@ def _qwen2_5_vl(source: _Source) -> MediaConfig:
         tower,
         norm="rms",
         mlp="gated",
-        has_patch_bias=False,
         window=window // cell,
         full_blocks=blocks,
     )

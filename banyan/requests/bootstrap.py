@@ -87,8 +87,6 @@ def with_replica(fields: Mapping[str, object], header: str) -> Mapping[str, obje
     Raises:
         RequestError: the header is not a number.
     """
-    if not header:
-        return fields
     if not (header.isascii() and header.isdecimal() and len(header) <= len(str(_MOST_REPLICAS))):
         raise RequestError(
             f"X-Data-Parallel-Rank must be the number of a replica, got {header[:40]!r}",
@@ -141,16 +139,12 @@ def with_room(request: "RequestSpec", limits: "Limits") -> "RequestSpec":
     """The request with a room of its own if its prompt is invented: because
     --disaggregation-transfer-backend is fake, or because it names no prefill server and
     --disaggregation-decode-enable-fake-auto is given."""
-    if not limits.role:
+    if request.route in _OWN_ROUTES:
         return request
     if limits.fakes_prompts and not request.message.prefill_address:
-        if request.route in _OWN_ROUTES:
-            return request
         room = BootstrapRoom(secrets.randbits(63) | FAKE_ROOM)
         return request.with_message(transfer_id=room.name(0))
-    if limits.has_rooms:
-        return request
-    if request.message.transfer_id or request.route in _OWN_ROUTES:
+    if limits.has_rooms or request.message.transfer_id:
         return request
     return request.with_message(transfer_id=BootstrapRoom(secrets.randbits(63)).name(0))
 
