@@ -248,6 +248,9 @@ class ParallelConfig:
     load_balance: str = "round_robin"
     threads: int = 0
     """CPU threads of one rank; 0 = cores / (ranks · replicas)."""
+    interface: str = ""
+    """Network interface whose address a rank listens on between machines; "" = the one that reaches
+    the other ranks."""
     meet_timeout_s: float = 300.0
     """How long a rank waits for the others, at the start and in each collective."""
 

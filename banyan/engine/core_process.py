@@ -430,7 +430,7 @@ def _open_step_clock(parallel: ParallelConfig, meeting: str, secret: str) -> Ste
         return open_step_clock(meeting, replica, replicas, limit_s)
     board = open_store(Rendezvous(1, 1, meeting, limit_s, name=".clock"))
     return open_network_clock(
-        own_address(urlsplit(meeting).hostname),
+        own_address(urlsplit(meeting).hostname, parallel.interface),
         replica,
         replicas,
         secret,

@@ -401,7 +401,7 @@ def _pd_mover(
     handoff, host = served.config.handoff, served.config.server.host
     parallel, is_prefill = served.config.parallel, handoff.mode == "prefill"
     if parallel.node_of(parallel.replica):
-        host = own_address(urlsplit(parallel.ranks_meet).hostname)
+        host = own_address(urlsplit(parallel.ranks_meet).hostname, parallel.interface)
     options = TransferOptions(
         is_prefill=is_prefill,
         host=host,

@@ -156,6 +156,7 @@ def open_model(
             split=parallel.cp_split,
             slot_bytes=slot_bytes(config, model_config),
             has_exchange=bool(exchanged),
+            interface=parallel.interface,
         )
     )
     if parallel.world > 1 or parallel.uses_dp_attention:
