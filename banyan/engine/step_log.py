@@ -63,12 +63,12 @@ class StepLog:
         tokens, and how many tokens came from the cache; zeros if no line is wanted."""
         if not self._interval or self._is_plain:
             return 0, 0, 0
-        joined = {join.slot for join in plan.joins}
-        self._prompts = (self._prompts - set(plan.leaves)) | joined
+        entered = {join.slot for join in plan.joins}
+        self._prompts = (self._prompts - set(plan.leaves)) | entered
         if not self._prompts:
             return 0, 0, 0
         rows = [row for row in plan.rows if row.slot in self._prompts]
-        cached = sum(row.start for row in rows if row.slot in joined)
+        cached = sum(row.start for row in rows if row.slot in entered)
         self._prompts -= {row.slot for row in rows if row.want & SAMPLE}
         return len(rows), sum(row.count for row in rows), cached
 

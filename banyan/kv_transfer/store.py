@@ -18,6 +18,7 @@ from typing import Protocol, cast
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.table import Table, load_named
+from banyan.config.rules.cache import DYNAMIC
 
 _PIECE_BYTES = 32 << 20
 _DIGEST_BYTES = 32
@@ -96,7 +97,6 @@ STORES: Table[OpenStore] = Table(
 )
 
 
-DYNAMIC = "dynamic"
 _MODULE, _CLASS, _NAME = "module_path", "class_name", "backend_name"
 
 

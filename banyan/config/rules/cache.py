@@ -14,6 +14,8 @@ log = logger(__name__)
 
 HOST = "host"
 """The name of the memory of the host as a store of pages of a device."""
+DYNAMIC = "dynamic"
+"""The store whose class the options name."""
 BY_NAME = ("page_first_kv_split", "page_first")
 """Layouts in which what all layers keep under one name lies together; each device has its word."""
 COPIED_APART = "direct"

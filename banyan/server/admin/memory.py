@@ -14,10 +14,9 @@ from banyan.base.errors import ConfigError, RequestError
 from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import logger, printable
 from banyan.config.devices import facts_of
-from banyan.config.rules.cache import store_wishes
+from banyan.config.rules.cache import DYNAMIC, store_wishes
 from banyan.config.schema import CacheConfig
 from banyan.engine_client.data_parallel import agreed
-from banyan.kv_transfer.store import DYNAMIC
 from banyan.messages.control_ops import GRAPHS, MEMORY_TAGS, USUAL_TAGS
 from banyan.messages.events import BUSY, Reply
 from banyan.server.admin.weights import LOAD_S
