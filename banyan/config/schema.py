@@ -50,6 +50,8 @@ class LoadConfig:
     """safetensors file with the prompt of the warm-up; "" = a built-in prompt."""
     injects: bool = False
     """Also take the inputs of layers from that file, in the pass of its tokens."""
+    marks_layers: bool = False
+    """Mark the forward pass of each layer for external profilers."""
     disable_mmap: bool = False
     """Read files of weights into memory instead of mapping them."""
     loader_options: dict[str, object] = field(default_factory=dict[str, object])
@@ -85,8 +87,8 @@ class LoadConfig:
 
     @property
     def is_watched(self) -> bool:
-        """Whether hooks or dumps need the outputs of modules, so that steps are eager."""
-        return bool(self.hooks or self.dump_folder or self.injects)
+        """Whether hooks, dumps or marks need the outputs of modules, so that steps are eager."""
+        return bool(self.hooks or self.dump_folder or self.injects or self.marks_layers)
 
 
 @dataclass(frozen=True)

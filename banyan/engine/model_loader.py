@@ -180,6 +180,7 @@ def open_model(
         exchanged=exchanged,
         is_fused=bool(fused_mode(config)),
         side_stream=_open_side_stream(config, model_config, platform),
+        ranges=platform.ranges() if config.model.marks_layers else None,
     )
     if model_config.format == "gguf" and not traits.is_host:
         kept = ", ".join(cast(BoundOps, ops).kept_types)

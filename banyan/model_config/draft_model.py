@@ -91,6 +91,7 @@ def draft_of(config: Config) -> LoadConfig:
         hooks=(),
         dump_folder="",
         injects=False,
+        marks_layers=False,
         deletes=0,
     )
 

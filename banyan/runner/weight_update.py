@@ -96,7 +96,7 @@ def load_weights(
     if config.is_watched:
         from banyan.runner.hooks import watch_layers
 
-        watch_layers(model, config, build.groups.everyone.rank)
+        watch_layers(model, config, build.groups.everyone.rank, build.ranges)
     return model
 
 

@@ -103,6 +103,14 @@ FLAGS = (
         proof="tests/system/test_hooks.py::test_a_hook_sees_and_changes_what_a_layer_makes",
     ),
     Flag(
+        "enable-layerwise-nvtx-marker",
+        "model.marks_layers",
+        "mark the forward pass of each layer for profilers: NVTX on CUDA, else ranges of torch's "
+        "profilers and of VTune; steps are eager",
+        kind=SWITCH,
+        proof="tests/system/test_hooks.py::test_each_layer_is_a_range_for_profilers",
+    ),
+    Flag(
         "debug-tensor-dump-output-folder",
         "model.dump_folder",
         "folder for safetensors files with every module's inputs and outputs, one file per forward "

@@ -30,6 +30,7 @@ STARTED = {
     "attention-backend torch_native": {"attention_backend": "torch_native"},
     "prefill-attention-backend": {"prefill_attention_backend": "torch_native"},
     "decode-attention-backend": {"decode_attention_backend": "torch_native"},
+    "enable-layerwise-nvtx-marker": {"enable_layerwise_nvtx_marker": True},
     "cpu-offload-gb": {"cpu_offload_gb": 0.002},
     "offload-group-size": {"offload_group_size": 2, "offload_prefetch_step": 1},
     "cuda-graph-max-bs": {"cuda_graph_max_bs": 2},
