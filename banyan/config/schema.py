@@ -524,6 +524,8 @@ class HandoffConfig:
     """How long a decode server waits for a prompt."""
     fakes_prompts: bool = False
     """A decode server invents the prompts of requests that name no prefill server."""
+    offloads: bool = False
+    """A decode server writes its pages to the store."""
     reserved_tokens: int = 512
     """Output tokens of each running request for which a decode server keeps pages free."""
 

@@ -261,6 +261,15 @@ DISAGGREGATION_FLAGS = (
         "::test_a_decode_server_invents_the_prompts_of_requests_without_a_host",
     ),
     Flag(
+        "disaggregation-decode-enable-offload-kvcache",
+        "handoff.offloads",
+        "a decode server writes pages of prompts and answers to --hicache-storage-backend, where "
+        "prefill servers with the same store find them",
+        kind=SWITCH,
+        proof="tests/system/test_handoff.py"
+        "::test_a_second_turn_finds_what_the_decode_server_has_stored",
+    ),
+    Flag(
         "num-reserved-decode-tokens",
         "handoff.reserved_tokens",
         "a decode server admits a request only if pages for this many further tokens of each "

@@ -121,7 +121,8 @@ _RULES = (
         "there is no disaggregation without --disaggregation-mode",
     ),
     _Ignored(
-        "disaggregation-decode-enable-fake-auto num-reserved-decode-tokens",
+        "disaggregation-decode-enable-fake-auto num-reserved-decode-tokens "
+        "disaggregation-decode-enable-offload-kvcache",
         lambda c: c.handoff.mode != "decode",
         "it is for --disaggregation-mode decode",
     ),
