@@ -245,6 +245,10 @@ class ParallelConfig:
     """Ray starts every rank as its own node."""
     replica: int = 0
     """Number of this replica; each engine gets its own."""
+    port: int = 0
+    """Port where the ranks of one machine meet; 0 = they meet at a file."""
+    avoids_own_collectives: bool = False
+    """Ranks of a CPU exchange through gloo instead of shared memory."""
     whole_experts: bool = False
     """--enable-ep-moe: `ep` becomes `tp` for models with experts."""
     load_balance: str = "round_robin"
@@ -346,6 +350,10 @@ class DeviceConfig:
     """Largest batch size to capture; 0 = the device's own."""
     is_unpadded: bool = False
     """Run decode steps eagerly unless a captured batch size matches exactly."""
+    collects_in_capture: bool = False
+    """Python collects garbage while graphs are captured."""
+    profiles_capture: bool = False
+    """Log which operations the capture of graphs spends its time in."""
     offload_gib: float = 0.0
     """GiB of weights per rank to keep in host memory."""
     offload_group: int = -1
@@ -399,6 +407,8 @@ class ExpertsConfig:
     """Maximum tokens per rank exchanged at once; 0 = no limit, in pieces."""
     fuse_mode: int = 1
     """Operator of "ascend_fuseep": 1 = fused_deep_moe, 2 = dispatch_ffn_combine."""
+    overlaps: bool = False
+    """Run the shared experts while rows of routed experts travel, on a second stream."""
     has_side_stream: bool = False
     """Run the shared experts on a second stream, in parallel with the routed experts."""
     dispatch: str = ""

@@ -67,6 +67,7 @@ _CACHE_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+_MULTI_STREAM = "SGLANG_NPU_USE_MULTI_STREAM"
 _WHOLE_PROMPTS = 8192
 """Tokens of the largest step to record where prompts are not cut into chunks."""
 log = logger(__name__)
@@ -142,7 +143,7 @@ def open_model(
             rank,
             parallel.attention_ranks,
             mesh_address,
-            traits.collectives,
+            _collectives_of(config, traits),
             parallel.meet_timeout_s,
             recorder=ops.recorder,
             is_crowded=threads * sharers > traits.cores,
@@ -215,18 +216,25 @@ def open_model(
     )
 
 
+def _collectives_of(config: Config, traits: Traits) -> tuple[str, ...]:
+    """Collective libraries, best first; --disable-custom-all-reduce leaves our own out."""
+    own = ("shared",) if config.parallel.avoids_own_collectives else ()
+    return tuple(name for name in traits.collectives if name not in own)
+
+
 def _open_side_stream(
     config: Config, model_config: ModelConfig, platform: Platform
 ) -> SideStream | None:
     """Open the stream for shared experts; None if they run before the routed ones."""
-    if not config.experts.has_side_stream:
+    if not (config.experts.has_side_stream or config.experts.overlaps):
         return None
     why = "" if platform.traits.async_launch else f"{platform.traits.name} has no streams"
     if model_config.experts is None or not model_config.experts.shared_inner:
         why = "this model has no shared experts"
     if not why:
         return platform.side_stream()
-    log.info("SGLANG_NPU_USE_MULTI_STREAM has no effect: %s", why)
+    name = "--enable-single-batch-overlap" if config.experts.overlaps else _MULTI_STREAM
+    log.info("%s has no effect: %s", name, why)
     return None
 
 
@@ -385,6 +393,8 @@ def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
         multi_step=config.schedule.multi_step,
         branching=longest_branch(config.speculative),
         raw_logprobs=config.schedule.raw_logprobs,
+        collects_in_capture=config.device.collects_in_capture,
+        profiles_capture=config.device.profiles_capture,
         reads_all=config.model.is_watched or opened.build.watch is not None,
     )
 
