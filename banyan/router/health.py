@@ -9,7 +9,6 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_object
 from banyan.base.log import logger, printable
-from banyan.requests.bootstrap import DEFAULT_PORT
 from banyan.router.config import PREFILL, RouterConfig
 from banyan.router.upstream import WorkerLost, WorkerUnreachable
 from banyan.router.worker import Worker
@@ -125,12 +124,11 @@ class HealthMonitor:
             worker.bootstrap_port = port
             return
         log.warning(
-            "worker url=%s does not report its %s (/server_info answered %d): %d is assumed; name "
-            "it after --prefill URL",
+            "worker url=%s does not report its %s (/server_info answered %d), so decode servers "
+            "assume their own default; name it after --prefill URL",
             worker.url,
             _PORT,
             answer.status,
-            DEFAULT_PORT,
         )
 
 
