@@ -534,6 +534,8 @@ class HandoffConfig:
     """How long a decode server waits for a prompt."""
     fakes_prompts: bool = False
     """A decode server invents the prompts of requests that name no prefill server."""
+    rdma_devices: str = ""
+    """RDMA devices of the transfer engine, separated by commas; "" = its own choice."""
     offloads: bool = False
     """A decode server writes its pages to the store."""
     reserved_tokens: int = 512

@@ -428,6 +428,7 @@ def _pd_mover(
         lease_s=handoff.lease_s,
         patience_s=handoff.patience_s,
         fabric=lambda: _fabric_of(served),
+        rdma_devices=handoff.rdma_devices,
     )
     open_transfer = TRANSFERS.load(handoff.transfer)
 

@@ -1,6 +1,6 @@
 """KV cache flags: size, pages, eviction, further tiers, and prefill/decode disaggregation."""
 
-from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Elsewhere, Flag
+from banyan.config.flags.flag import COMMAS, FLOAT, INT, JSON, SWITCH, Elsewhere, Flag
 
 _PAIR_TEST = "tests/system/test_handoff.py::test_a_pair_answers_like_one_server"
 FLAGS = (
@@ -268,6 +268,15 @@ DISAGGREGATION_FLAGS = (
         kind=SWITCH,
         proof="tests/system/test_handoff.py"
         "::test_a_second_turn_finds_what_the_decode_server_has_stored",
+    ),
+    Flag(
+        "disaggregation-ib-device",
+        "handoff.rdma_devices",
+        "RDMA devices by which mooncake or nixl transfer pages; default: mooncake uses TCP, UCX "
+        "chooses for nixl",
+        kind=COMMAS,
+        proof="tests/disaggregation/test_transfer_engine.py"
+        "::test_the_devices_that_are_named_reach_the_engines",
     ),
     Flag(
         "num-reserved-decode-tokens",

@@ -116,7 +116,7 @@ _RULES = (
         "scales are for --kv-cache-dtype fp8_e4m3 and fp8_e5m2",
     ),
     _Ignored(
-        "disaggregation-transfer-backend disaggregation-bootstrap-port",
+        "disaggregation-transfer-backend disaggregation-bootstrap-port disaggregation-ib-device",
         lambda c: not c.handoff.role,
         "there is no disaggregation without --disaggregation-mode",
     ),
