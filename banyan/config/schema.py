@@ -164,6 +164,8 @@ class ScheduleConfig:
     """Upper limit of remaining output tokens in the estimate."""
     chunk_tokens: int = UNSAID
     """Prompt tokens per step; -1 = no chunking, UNSAID = the device's own."""
+    shrinks_chunks: bool = False
+    """With pipeline stages: later chunks of a prompt are smaller and take as long as the first."""
     prefill_tokens: int = 16384
     """Prompt tokens per step over all requests."""
     prefill_requests: int = 0

@@ -89,7 +89,11 @@ _RULES = (
         ),
         "requests have no bootstrap room without --disaggregation-mode; replicas take turns",
     ),
-    _Ignored("pp-async-batch-depth", lambda c: c.parallel.pp == 1, "there is one stage"),
+    _Ignored(
+        "pp-async-batch-depth enable-dynamic-chunking",
+        lambda c: c.parallel.pp == 1,
+        "there is one stage",
+    ),
     _Ignored(
         "pp-async-batch-depth",
         lambda c: c.parallel.pp > 1 and c.schedule.depth == 1,
