@@ -359,6 +359,7 @@ class LoadedWeights:
             overrides=config.overrides,
             is_foreign=config.implementation == "transformers",
             config_file=config.config_file,
+            with_media=mine.media is not None,
         )
         same = replace(
             found, path=mine.path, format=mine.format, dtype=mine.dtype, pooling=mine.pooling
