@@ -332,7 +332,7 @@ class DeviceConfig:
     decode_attention: str = ""
     """The same for rows of several tokens, and for rows of one; "" = as `attention`."""
     torch_phase: str = ""
-    """Phase in which torch attends beside the device's kernel: "prefill" or "decode"; "" = none.
+    """Phase in which torch attends next to the device's kernel: "prefill" or "decode"; "" = none.
     Set by `config/rules/execution.py`."""
     exact_head: bool = False
     """Compute logits from fp32 activations."""
