@@ -267,7 +267,7 @@ def peer_page(transfer_id: bytes, position: int) -> PageAt:
 
 
 FAKE_ROOM = 1 << 63
-"""Part of the numbers of rooms without a prefill server; those of requests are smaller."""
+"""Part of the number of each room without a prefill server; requests name smaller numbers."""
 
 
 def is_fake_transfer(transfer_id: bytes) -> bool:

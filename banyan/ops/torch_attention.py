@@ -1,6 +1,6 @@
 """Attention in torch: row by row and slow, chosen only by name, to bisect a wrong answer.
 
-`by_phase` lets it attend for the rows of one phase, prefill or decode, beside the device's own
+`by_phase` lets it attend for the rows of one phase, prefill or decode, next to the device's own
 kernel: --prefill-attention-backend and --decode-attention-backend.
 """
 

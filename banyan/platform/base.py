@@ -196,7 +196,7 @@ class Platform(Protocol):
 
 
 class TorchRanges:
-    """Ranges that torch's profilers show, those of other devices included, and VTune if torch is
+    """Ranges for the profilers of torch and of its devices, and for VTune if torch is
     built for it."""
 
     def __init__(self) -> None:
