@@ -4,7 +4,6 @@ UCX chooses the transport between two servers; UCX_TLS, UCX_NET_DEVICES and
 --disaggregation-ib-device restrict it.
 """
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -42,12 +41,10 @@ class Nixl:
                 f"--disaggregation-transfer-backend nixl: it does not load: {error}",
                 hint=f"run: pip install --no-deps {_PACKAGES}",
             ) from None
-        if options.rdma_devices:  # UCX reads it when the agent starts
-            names = options.rdma_devices.split(",")
-            ports = (name if ":" in name else f"{name}:1" for name in names)
-            os.environ["UCX_NET_DEVICES"] = ",".join(ports)
         try:
-            self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
+            self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[]))
+            devices = {"device_list": options.rdma_devices} if options.rdma_devices else {}
+            self._agent.create_backend("UCX", devices)
         except Exception as error:
             raise ConfigError(
                 f"--disaggregation-transfer-backend nixl: its agent does not start: {error}",

@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -272,20 +271,19 @@ def test_the_devices_that_are_named_reach_the_engines(
         def get_rpc_port(self) -> int:
             return 5
 
-    def agent(name: str, config: object) -> object:
-        given.append(os.environ.get("UCX_NET_DEVICES", ""))
-        return object()
+    def agent(name: str, backends: list[str]) -> object:
+        assert not backends
+        return SimpleNamespace(create_backend=lambda *words: given.append(words))
 
     monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
     monkeypatch.setitem(sys.modules, "mooncake.engine", SimpleNamespace(TransferEngine=Engine))
     monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
     api = SimpleNamespace(nixl_agent=agent, nixl_agent_config=lambda backends: backends)
     monkeypatch.setitem(sys.modules, "nixl._api", api)
-    monkeypatch.setenv("UCX_NET_DEVICES", "")
     Mooncake("127.0.0.1", named_devices(devices))
     Nixl("127.0.0.1", named_devices(devices))
-    ports = ",".join(f"{name}:1" for name in devices.split(",") if name)
-    assert given == [("127.0.0.1", "P2PHANDSHAKE", protocol, devices), ports]
+    named = {"device_list": devices} if devices else {}
+    assert given == [("127.0.0.1", "P2PHANDSHAKE", protocol, devices), ("UCX", named)]
 
 
 def test_devices_that_are_not_there_end_the_start(
