@@ -71,6 +71,7 @@ def find_model(config: Config, environment: Environment) -> tuple[Config, ModelC
         config.model.overrides,
         is_foreign=is_foreign,
         with_media=not config.media.text_only,
+        config_file=config.model.config_file,
     )
     if config.media.is_enabled and (model_config.media is None or config.media.text_only):
         raise ConfigError(
@@ -117,6 +118,7 @@ RULES = (
     model.check_journal,
     model.limit_context,
     model.choose_load_format,
+    model.choose_loader_threads,
     model.check_quantization,
     model.check_torchao,
     execution.choose_chunk,

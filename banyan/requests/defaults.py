@@ -53,6 +53,7 @@ def limits_of(
         role=config.handoff.role,
         has_rooms=config.handoff.transfer != "fake",
         media_ids=() if model_config.media is None else _placeholders(model_config.media),
+        fakes_prompts=config.handoff.fakes_prompts and config.handoff.mode == "decode",
     )
 
 

@@ -103,6 +103,7 @@ class Limits:
         role: "prefill" or "decode" with PD disaggregation; "" without.
         has_rooms: requests must name their bootstrap room; else each gets one.
         media_ids: placeholders of pictures, which a prompt may hold only with pictures.
+        fakes_prompts: prompts of requests that name no prefill server are invented.
     """
 
     context_length: int
@@ -129,6 +130,7 @@ class Limits:
     role: str = ""
     has_rooms: bool = True
     media_ids: tuple[int, ...] = ()
+    fakes_prompts: bool = False
 
     @property
     def total(self) -> int:
