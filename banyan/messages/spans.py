@@ -34,7 +34,7 @@ class ContentKind:
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Consecutive places of a prompt, each of which takes one feature row.
+    """Consecutive places of a prompt that take one feature row each.
 
     Ordinary tokens between the feature rows of a content (row separators) are outside: such a
     content has several spans, with growing offsets.
@@ -89,7 +89,7 @@ def place_ids(digest: bytes, count: int, offset: int = 0) -> "array[int]":
 
 
 def end_of_spans(spans: Sequence[Span]) -> int:
-    """First place behind the last span."""
+    """First place after the last span."""
     return spans[-1].end if spans else 0
 
 
@@ -136,7 +136,7 @@ def check_spans(tokens: bytes, spans: Sequence[Span], contents: Sequence[Content
                 f"the span at place {span.first} has {span.count} places, shape {span.shape}"
             )
         if ids[span.first : span.end] != place_ids(span.digest, span.count, span.offset):
-            raise ValueError(f"the ids from place {span.first} are not those of the content")
+            raise ValueError(f"the ids from place {span.first} are not the ids of the content")
         end = span.end
     inside = sum(span.count for span in spans)
     if sum(id < 0 for id in ids) != inside:

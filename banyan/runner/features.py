@@ -1,7 +1,7 @@
 """Features: the rows that take the place of embeddings where a prompt is given by content.
 
 `Features` makes them, in pieces of a plan, and keeps them by the number of their content.
-`SpanTable` says which places of which slot take which of them.
+`SpanTable` says which places in each slot take them.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class FeatureForm:
 
     Attributes:
         width: of a row that takes the place of an embedding.
-        deep: further parts of a row, each of that width, that are added behind the first layers.
+        deep: further parts of a row, each of that width, that are added after the first layers.
         scale: factor that brings them to the scale of the model's residual stream.
         placeholder: id that a slot has at the places of spans.
         axes: positions have axes.
@@ -187,7 +187,7 @@ class SpanTable:
         self._ends: dict[int, int] = {}
         """Slot -> first place from which on all are ordinary tokens with the shift of `later`."""
         self._shifts: dict[int, np.ndarray] = {}
-        """Slot -> int32 [prompt, AXES], of prompts whose positions differ from those of text."""
+        """Slot -> int32 [prompt, AXES], of prompts with positions on axes."""
         has_axes = features is not None and features.form.axes
         self.later = np.zeros((slots, AXES), np.int32) if has_axes else None
         """Shift of the places after each prompt; None = positions have no axes."""
@@ -275,7 +275,7 @@ class SpanTable:
                 out[at : at + len(mine)] = mine
 
     def reaches(self, slots: np.ndarray, starts: np.ndarray) -> bool:
-        """Whether any of these rows begins before the places that are all alike, behind the last
+        """Whether any of these rows begins before the places that are all alike, after the last
         span of its slot."""
         if not self._spans:
             return False

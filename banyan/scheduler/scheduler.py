@@ -250,13 +250,13 @@ class Scheduler:
         if result.error:
             self._fail_step(result, flights)
             return
-        for failure in result.failed:
-            self._fail_row(flights[failure.row], failure)
         for spoilt in result.spoilt:
-            for request in self.contents.users_of(spoilt.content):
+            for request in self.contents.spoil(spoilt.content):
                 self.request_table.fail(
                     request, spoilt.status, f"The request failed: {spoilt.text}"
                 )
+        for failure in result.failed:
+            self._fail_row(flights[failure.row], failure)
         self.cache.settle(result.step)
         if self.speculation is not None and (tokens_run := _decode_tokens(flights)):
             self.speculation.learn_times(tokens_run, flights, result)

@@ -167,10 +167,15 @@ class SpanContents:
         ]
         return encode_spans(spans)
 
-    def users_of(self, number: int) -> list[Request]:
-        """The requests that need a content; the runner could not make its features."""
-        found = [item for item in self._items.values() if item.number == number]
-        return [request for item in found for request in item.users.values()]
+    def spoil(self, number: int) -> list[Request]:
+        """The runner could not make the features of a content; returns the requests that have
+        it."""
+        item = next((item for item in self._items.values() if item.number == number), None)
+        if item is None:
+            return []
+        users = list(item.users.values())
+        self._give_up(item)
+        return users
 
     # -- planning -----------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def test_spans_that_fit_pass_and_travel() -> None:
         (prompt(), [msgspec.structs.replace(SPAN, shape=(1, 2, 2))], [CONTENT], "shape"),
         (prompt(), [msgspec.structs.replace(SPAN, shape=(-1, -2, 3))], [CONTENT], "shape"),
         (prompt(), [], [], "negative ids outside"),
-        (np.arange(10, dtype=np.int32).tobytes(), [SPAN], [CONTENT], "not those of the content"),
+        (np.arange(10, dtype=np.int32).tobytes(), [SPAN], [CONTENT], "not the ids of the content"),
         (prompt(), [SPAN], [msgspec.structs.replace(CONTENT, digest=b"1")], "no valid digest"),
         (prompt(), [SPAN], [msgspec.structs.replace(CONTENT, rows=0)], "0 feature rows"),
     ],

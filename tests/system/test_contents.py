@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from banyan.base.errors import BanyanError, RequestError
 from banyan.base.ids import RequestId
@@ -76,25 +77,25 @@ class Found:
     cached: int
 
 
+async def answer(engine: Engine, spec: RequestSpec) -> Found:
+    tokens = array("i")
+    scores, cached = b"", 0
+    async with aclosing(engine._live().client.submit(spec.message)) as events:
+        async for event in events:
+            if isinstance(event, Failed):
+                raise RequestError(event.text, status=event.status, code=event.code)
+            cached = event.cached_tokens
+            if isinstance(event, Tokens):
+                tokens.frombytes(event.tokens)
+                scores += b"".join(score.logprobs for score in event.scores)
+    return Found(tokens.tolist(), scores, cached)
+
+
 def ask(engine: Engine, specs: Sequence[RequestSpec]) -> list[Found]:
     """Answer all at the same time."""
-    client = engine._live().client
-
-    async def one(spec: RequestSpec) -> Found:
-        tokens = array("i")
-        scores, cached = b"", 0
-        async with aclosing(client.submit(spec.message)) as events:
-            async for event in events:
-                if isinstance(event, Failed):
-                    raise RequestError(event.text, status=event.status, code=event.code)
-                cached = event.cached_tokens
-                if isinstance(event, Tokens):
-                    tokens.frombytes(event.tokens)
-                    scores += b"".join(score.logprobs for score in event.scores)
-        return Found(tokens.tolist(), scores, cached)
 
     async def all_of_them() -> list[Found]:
-        return list(await asyncio.gather(*map(one, specs)))
+        return list(await asyncio.gather(*(answer(engine, spec) for spec in specs)))
 
     return engine._loop.run(all_of_them())
 
@@ -236,3 +237,44 @@ def test_ranks_agree_on_contents(model, alone, parallel):
         torch.frombuffer(bytearray(each.scores), dtype=torch.float32) for each in (alone, found)
     )
     assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_a_content_that_cannot_be_read_fails_its_request_alone(model, engine, alone):
+    good = prompt_of(model[1])
+    bad = prompt_of(model[1], seed=50).spec("bad")
+    first = bad.message.contents[0]
+    cut = structs.replace(first, data=first.data[:-7])
+    bad = bad.with_message(contents=(cut, *bad.message.contents[1:]))
+    assert engine.flush_cache()
+
+    async def both() -> list[Found | BaseException]:
+        return await asyncio.gather(
+            *(answer(engine, spec) for spec in (bad, good.spec("good"))), return_exceptions=True
+        )
+
+    refused, found = engine._loop.run(both())
+    assert isinstance(refused, RequestError) and refused.status == 400
+    assert isinstance(found, Found)
+    assert (found.tokens, found.scores) == (alone.tokens, alone.scores)
+    again = prompt_of(model[1], seed=50)
+    assert ask(engine, [again.spec("whole")])[0].tokens == expected(model, again)[0]
+
+
+def test_data_that_is_not_there_any_more_is_asked_for(model, engine):
+    spec = prompt_of(model[1], seed=60).spec("bare")
+    bare = tuple(structs.replace(each, data=b"") for each in spec.message.contents)
+    with pytest.raises(RequestError, match="does not have a content") as caught:
+        ask(engine, [spec.with_message(contents=bare)])
+    assert (caught.value.status, caught.value.code) == (409, "content_unknown")
+    whole = ask(engine, [spec])[0]
+    again = ask(engine, [spec.with_message(request=RequestId("known"), contents=bare)])[0]
+    assert (again.tokens, again.scores) == (whole.tokens, whole.scores)
+
+
+def test_scores_of_the_prompt_count_placeholders(model, engine, alone):
+    prompt = prompt_of(model[1])
+    spec = prompt.spec("scored").with_message(score_from=1)
+    found = ask(engine, [spec])[0]
+    assert found.tokens == alone.tokens
+    assert len(found.scores) // 4 == len(prompt.ids) - 1 + OUTPUT
+    assert found.scores[-len(alone.scores) :] == alone.scores
