@@ -1,10 +1,12 @@
 """The `banyan` command: finds the verb and shows errors in one line; verbs do the heavy imports."""
 
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.log import printable
 from banyan.base.table import Table
 
 VERBS: Table[Callable[[Sequence[str]], int]] = Table(
@@ -50,7 +52,7 @@ HELP = """banyan VERB [flags]
   list            the models on this machine
   rm MODEL        delete one of them
   batch IN OUT    answer a file of requests (JSONL) without a server
-  bench WHAT      measure a server or this machine's engine: serving, batch, throughput
+  bench WHAT      measure a server or this machine's engine: serving, batch, throughput, eval
   plan MODEL      what it takes of this machine, and how much fits, before it is loaded
   lora inspect P  what an adapter brings, and whether it fits a model
   quantize IN OUT make a model of 4 or 8 bits from one of float weights
@@ -95,5 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _verb(word: str) -> str:
     if word not in VERBS:
-        raise ConfigError(f"unknown verb {word!r}", hint=f"choose one of: {', '.join(VERBS)}")
+        near = difflib.get_close_matches(word[:40], VERBS, n=1, cutoff=0.6)
+        hint = f"did you mean banyan {near[0]}?" if near else "see banyan --help"
+        raise ConfigError(f"unknown verb {printable(word, 60)!r}", hint=hint)
     return word

@@ -301,7 +301,7 @@ def _options(route: Route | None, exchange: HttpExchange) -> dict[str, str]:
 def no_route(path: str, routes: Collection[str]) -> RequestError:
     """404 with a suggestion of the nearest path."""
     near = _nearest(path, [known for known in routes if not known.endswith("/")])
-    hint = f"Did you mean {near}?" if near else "GET / lists the routes"
+    hint = f"Did you mean {near}?" if near else "GET /openapi.json lists the routes"
     return RequestError(f"no route {printable(path, 100)}", status=404, code="not_found", hint=hint)
 
 
