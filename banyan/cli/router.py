@@ -63,7 +63,7 @@ def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
 
     config = read_flags(argv, environment.flags, check_servers, defaults)
     config = replace(config, secret=environment.dist_secret)
-    start_logging("router", config.observe.log_level)
+    start_logging("router", config.observe.log_level, config.observe.logs_json)
     log_always(log, config.observe.notes)
     from banyan.router.lifecycle import run_router
 

@@ -47,7 +47,7 @@ def serve(argv: Sequence[str]) -> int:
     environment = read_environment()
     forget_secrets()
     config = parse(argv, environment)
-    start_logging("server", config.observe.log_level)
+    start_logging("server", config.observe.log_level, config.observe.logs_json)
     set_gc_threshold(config.observe.gc_threshold)
     report_slow_gc(config.observe.slow_gc_s)
     log_always(log, config.observe.notes)

@@ -18,6 +18,7 @@ class RequestContext:
         is_strict: fields without effect are refused (--strict-requests).
         tenant: digest of the caller's key. It owns what the request creates, and is part of the
             prefix-cache namespace.
+        key_name: name of the caller's key in --api-key-file; "" = none.
         is_admin: may end the requests of others.
         deadline_s: monotonic time at which the request must have ended; None = no limit.
         warnings: reports for the answer about parts of the request without effect.
@@ -27,6 +28,7 @@ class RequestContext:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     is_strict: bool = False
     tenant: bytes = b""
+    key_name: str = ""
     is_admin: bool = False
     deadline_s: float | None = None
     warnings: list[str] = field(default_factory=list[str])

@@ -74,6 +74,7 @@ class RequestSpec:
         text: how tokens become text, and which text ends the request.
         hidden: which hidden states are wanted: ALL_HIDDEN, LAST_HIDDEN, or "" for none.
         route: API that created the request, for logs and metrics: "chat", "generate", "probe".
+        key_name: name of the caller's key, for logs and metrics.
     """
 
     message: Generate
@@ -81,6 +82,7 @@ class RequestSpec:
     text: TextOptions = field(default_factory=TextOptions)
     hidden: str = ""
     route: str = ""
+    key_name: str = ""
 
     @property
     def id(self) -> RequestId:
@@ -208,6 +210,7 @@ def build_specs(
                     ANY_REPLICA if room.prefill_replica is None else room.prefill_replica
                 ),
                 stream_interval=parsed.stream_interval,
+                key_name=context.key_name,
             )
             for j in range(prompt.num_sequences)
         ]
@@ -223,6 +226,7 @@ def spec_of(
     hidden: str = "",
     experts_from: int = NO_HIDDEN,
     route: str = "",
+    key_name: str = "",
     **fields: Any,
 ) -> RequestSpec:
     """A spec from checked values.
@@ -253,7 +257,7 @@ def spec_of(
         wants_experts=experts_from != NO_HIDDEN,
         **fields,
     )
-    return RequestSpec(message, prompt, text or TextOptions(), hidden, route)
+    return RequestSpec(message, prompt, text or TextOptions(), hidden, route, key_name)
 
 
 def _ids(fields: Fields, counts: list[int]) -> Iterator[RequestId]:

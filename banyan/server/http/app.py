@@ -227,6 +227,7 @@ class App(Generic[S]):
             verdict = self.state.signer.read(named.decode("latin-1"), verdict)
         held.enter_context(self.state.keys.counted(verdict.caller))
         exchange.context.tenant, exchange.context.is_admin = verdict.caller.tenant, verdict.is_admin
+        exchange.context.key_name = self.state.keys.name_of(verdict.caller.tenant)
         CALLER.set(verdict.caller.tenant)
         exchange.is_probe = route.guard == auth.OPEN
         if not await self._accepts(route, exchange):
@@ -385,7 +386,7 @@ class AccessLog:
                 exchange.request.peer,
                 exchange.context.id,
             )
-        as_json = observe.log_requests and observe.log_format == "json"
+        as_json = observe.logs_requests_json if observe.log_requests else observe.logs_json
         place = printable(exchange.route, _PATH_CHARS) or path
         for text in exchange.context.warnings:
             if self._is_new("warning", place, text.partition(":")[0]):
@@ -400,6 +401,7 @@ class AccessLog:
             "reason": exchange.refusal or None,
             "field": printable(exchange.at_fault, _PATH_CHARS) or None,
             "peer": exchange.request.peer,
+            "key": exchange.context.key_name or None,
         }
         if observe.log_requests:
             write_line("request refused", facts, as_json)
