@@ -37,11 +37,11 @@ from banyan.lora.adapter_files import AdapterPlace, checked_name
 from banyan.messages.events import Ready, Reply, Stats, accept_length
 from banyan.messages.transport import FrontLink, PrivateFolder, SocketFrontLink, local_pair
 from banyan.model_config.model_config import ModelConfig
-from banyan.requests.context import RequestContext
 from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
 from banyan.requests.embeddings import VectorService, prompts_of
 from banyan.requests.generate_response import NativeService, NativeSettings
 from banyan.requests.lora_names import AdapterNames
+from banyan.requests.request_spec import RequestContext
 from banyan.requests.sampling_params import Limits
 from banyan.requests.sessions import Sessions
 from banyan.scheduler.routing import ROUTES

@@ -97,7 +97,8 @@ DOORS = ("server/anthropic/", "server/ollama/")
 DOOR_IMPORTS = (
     *("base.errors", "base.json_types", "server", "chat_template.template"),
     "parsers.answer_deltas",
-    *("requests.embeddings", "requests.context", "requests.request_spec.RequestSpec"),
+    "requests.embeddings",
+    *("requests.request_spec.RequestContext", "requests.request_spec.RequestSpec"),
     *(f"requests.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
 )
 COMPOSITION_ROOTS = (

@@ -90,6 +90,8 @@ class _Reading:
     """Values that flags do not take, kept for the end like the refusals."""
     files: list[str] = field(default_factory=list[str])
     """Files of flags; what a later one says holds."""
+    translated: dict[str, str] = field(default_factory=dict[str, str])
+    """Flag -> the spelling of its value that was given, where it is another's."""
     open_lists: dict[str, str] = field(default_factory=dict[str, str])
     """Flag -> the last word of its list, where that might be the model."""
 
@@ -342,6 +344,7 @@ def _note_translation(known: Known, value: object, spelled: str, reading: _Readi
     for theirs, ours in known.translate:
         if value == theirs:
             reading.note(f"{spelled} {theirs} is read as {ours}")
+            reading.translated[known.name] = theirs
 
 
 def _meet(
@@ -386,7 +389,9 @@ def _outcomes(
             outcome = outcome_of(flag, value, device)
             if outcome.verdict != WORKS:
                 is_shown = flag.kind in (TEXT, INT, FLOAT)
-                found[f"--{flag.name} {value}" if is_shown else f"--{flag.name}"] = outcome
+                theirs = reading.translated.get(flag.name, "")
+                said = theirs if dict(flag.translate).get(theirs) == value else value
+                found[f"--{flag.name} {said}" if is_shown else f"--{flag.name}"] = outcome
     return found
 
 

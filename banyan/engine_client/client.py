@@ -8,6 +8,7 @@ gets the requests without output and is brought to the desired state.
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,11 +21,50 @@ from banyan.base.ids import RequestId
 from banyan.base.log import logger
 from banyan.engine_client.desired_state import ATTACH, DesiredState
 from banyan.engine_client.event_stream import EventStream, OpenStreams
-from banyan.engine_client.throughput_estimate import ThroughputEstimate
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.frames import WireError, message_codec
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
 from banyan.messages.transport import FrontLink
+
+LATELY_S = 30.0
+"""Length of the measured window, counting only time in which requests waited."""
+_APART_S = 0.5
+"""Least seconds between two measured heartbeats, unless the queue became empty or filled: each
+finished request brings a heartbeat."""
+
+
+class ThroughputEstimate:
+    """The estimate for one engine, from its heartbeats.
+
+    An idle engine finishes nothing, so its rate says nothing about a queue. The time between two
+    heartbeats counts only if requests waited at the earlier one. The window is LATELY_S long.
+    """
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, int]] = deque()
+        """(seconds, requests finished in them)."""
+        self._last: tuple[float, int, bool] | None = None
+        """(time, finished so far, whether requests waited) of the last heartbeat."""
+
+    def add(self, ended: int, waiting: int, now: float) -> None:
+        if self._last is not None:
+            at_s, before, was_busy = self._last
+            if now - at_s < _APART_S and was_busy == (waiting > 0) and ended >= before:
+                return
+            if ended < before:
+                self._spans.clear()  # a new engine counts from 0
+            elif was_busy:
+                self._spans.append((now - at_s, ended - before))
+                while sum(seconds for seconds, _ in self._spans) > LATELY_S:
+                    self._spans.popleft()
+        self._last = (now, ended, waiting > 0)
+
+    @property
+    def per_s(self) -> float:
+        """Requests finished per second; 0 without data."""
+        seconds = sum(span for span, _ in self._spans)
+        return sum(ended for _, ended in self._spans) / seconds if seconds > 0 else 0.0
+
 
 log = logger(__name__)
 

@@ -102,8 +102,11 @@ class DataParallelClient:
         if wanted >= 0:
             return self._engines[wanted].submit(generate)
         alive = self._working() or self._alive() or self._engines
-        requests, tokens = [len(e.streams) for e in alive], [e.streams.tokens for e in alive]
-        stream = alive[self._route(requests, tokens, self._sent)].submit(generate)
+        chosen = 0
+        if len(alive) > 1:
+            requests, tokens = [len(e.streams) for e in alive], [e.streams.tokens for e in alive]
+            chosen = self._route(requests, tokens, self._sent)
+        stream = alive[chosen].submit(generate)
         self._sent += 1
         return stream
 

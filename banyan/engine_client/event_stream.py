@@ -8,7 +8,7 @@ from banyan.base.fair_share import FairShare
 from banyan.base.ids import RequestId
 from banyan.messages.events import Failed, Finished, Tokens
 from banyan.messages.requests import Generate
-from banyan.requests.chunks import Chunks
+from banyan.requests.generation import Chunks
 
 StreamEvent = Tokens | Finished | Failed
 

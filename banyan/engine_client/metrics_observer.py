@@ -8,8 +8,7 @@ from typing import Protocol
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.sampling_params import SamplingParams
-from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Generator, TextChunk, Usage, observed
+from banyan.requests.generation import Chunks, Generator, TextChunk, Usage, observed
 from banyan.requests.request_spec import RequestSpec, spec_of
 
 CLOSED = "closed"

@@ -23,8 +23,7 @@ from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import BARE, logger
 from banyan.config.schema import ObserveConfig
 from banyan.engine_client.metrics_observer import MetricsObserver, RequestOutcome
-from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Finish, Generator, TextChunk, Usage, observed
+from banyan.requests.generation import Chunks, Finish, Generator, TextChunk, Usage, observed
 from banyan.requests.request_spec import RequestSpec
 
 log = logger(__name__)

@@ -19,8 +19,8 @@ from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_SCORES
 from banyan.requests.admission import check_budget, check_spec
 from banyan.requests.bootstrap import with_room
-from banyan.requests.chunks import Chunks
 from banyan.requests.generation import (
+    Chunks,
     Finish,
     Generator,
     TextChunk,
@@ -75,7 +75,8 @@ class TextGenerator:
         if self._tokenizer is not None and not request.message.pool:
             decoder = TextDecoder(request, self._tokenizer)
         reader = OutputReader(request, decoder, position_width(request, self._limits))
-        request = with_room(request, self._limits)
+        if self._limits.role:
+            request = with_room(request, self._limits)
         weight = self._weight_of(request.message.caller)
         if weight != request.message.weight:
             request = request.with_message(weight=weight)

@@ -1,10 +1,14 @@
-"""Multimodal checkpoints: the part of them that is a text model of another family.
+"""Multimodal checkpoints: the part of them that is a text model of another family, and the names of
+their towers' weights.
 
-Only that part is served. Weights of towers (vision, sound) and of their projectors are left out.
+Without a tower here, only the text model is served, and weights of towers (vision, sound) and of
+their projectors are left out.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from banyan.families.names import NameMap
 
 _TEXT_PREFIXES = {
     "model.language_model.": "model.",
@@ -33,6 +37,7 @@ class NestedForm:
         prefixes: prefix of a weight's name -> prefix in checkpoints of the text model alone.
         values: fields of the configuration that this class fixes.
         may_turn_stacks: stacks of experts may have their inputs first, [experts, in, out].
+        tower: names of the tower's weights, without "model." in front.
     """
 
     towers: tuple[str, ...]
@@ -41,26 +46,78 @@ class NestedForm:
     prefixes: Mapping[str, str] = field(default_factory=lambda: _TEXT_PREFIXES)
     values: Mapping[str, object] = field(default_factory=dict[str, object])
     may_turn_stacks: bool = False
+    tower: NameMap | None = None
 
     def text_name(self, name: str) -> str | None:
         """The name that a weight has in a checkpoint of the text model; None = it is left out."""
-        if name.removeprefix("model.").startswith(self.towers):
+        if self.tower_name(name) is not None:
             return None
         for prefix, its in self.prefixes.items():
             if name.startswith(prefix):
                 return its + name.removeprefix(prefix)
         return name
 
+    def tower_name(self, name: str) -> str | None:
+        """The name of a tower's weight without "model." in front; None = it is of the text."""
+        name = name.removeprefix("model.")
+        return name if name.startswith(self.towers) else None
+
+
+_QWEN_BLOCKS = {
+    "visual.patch_embed.proj": "patches",
+    "visual.blocks.{}.norm1": "layers.{}.attention_norm",
+    "visual.blocks.{}.norm2": "layers.{}.mlp_norm",
+    "visual.blocks.{}.attn.qkv": "layers.{}.attention.qkv:q+k+v",
+    "visual.blocks.{}.attn.proj": "layers.{}.attention.out",
+}
+_QWEN2_TOWER = NameMap(
+    {
+        **_QWEN_BLOCKS,
+        "visual.blocks.{}.mlp.fc1": "layers.{}.mlp.up",
+        "visual.blocks.{}.mlp.fc2": "layers.{}.mlp.down",
+        "visual.blocks.{}.mlp.gate_proj": "layers.{}.mlp.gate_up:gate",
+        "visual.blocks.{}.mlp.up_proj": "layers.{}.mlp.gate_up:up",
+        "visual.blocks.{}.mlp.down_proj": "layers.{}.mlp.down",
+        "visual.merger.ln_q": "merger.norm",
+        "visual.merger.mlp.{}": "merger.linear_{}",
+    }
+)
+_QWEN3_TOWER = NameMap(
+    {
+        **_QWEN_BLOCKS,
+        "visual.pos_embed": "positions",
+        "visual.blocks.{}.mlp.linear_fc1": "layers.{}.mlp.up",
+        "visual.blocks.{}.mlp.linear_fc2": "layers.{}.mlp.down",
+        "visual.merger.norm": "merger.norm",
+        "visual.merger.linear_fc1": "merger.linear_0",
+        "visual.merger.linear_fc2": "merger.linear_2",
+        "visual.deepstack_merger_list.{}.norm": "deep.{}.norm",
+        "visual.deepstack_merger_list.{}.linear_fc1": "deep.{}.linear_0",
+        "visual.deepstack_merger_list.{}.linear_fc2": "deep.{}.linear_2",
+    }
+)
+"""Projections of mergers are numbered as in Qwen2-VL: 1 is the activation between them."""
+
 
 NESTED: Mapping[str, NestedForm] = {
-    "Qwen2VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM"),
-    "Qwen2_5_VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM"),
-    "Qwen3VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen3ForCausalLM"),
-    "Qwen3VLMoeForConditionalGeneration": NestedForm(
-        _VISUAL, "Qwen3MoeForCausalLM", values={"norm_topk_prob": True}, may_turn_stacks=True
+    "Qwen2VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM", tower=_QWEN2_TOWER),
+    "Qwen2_5_VLForConditionalGeneration": NestedForm(
+        _VISUAL, "Qwen2ForCausalLM", tower=_QWEN2_TOWER
     ),
-    "Qwen3_5ForConditionalGeneration": NestedForm(_VISUAL, "Qwen3_5ForCausalLM"),
-    "Qwen3_5MoeForConditionalGeneration": NestedForm(_VISUAL, "Qwen3_5MoeForCausalLM"),
+    "Qwen3VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen3ForCausalLM", tower=_QWEN3_TOWER),
+    "Qwen3VLMoeForConditionalGeneration": NestedForm(
+        _VISUAL,
+        "Qwen3MoeForCausalLM",
+        values={"norm_topk_prob": True},
+        may_turn_stacks=True,
+        tower=_QWEN3_TOWER,
+    ),
+    "Qwen3_5ForConditionalGeneration": NestedForm(
+        _VISUAL, "Qwen3_5ForCausalLM", tower=_QWEN3_TOWER
+    ),
+    "Qwen3_5MoeForConditionalGeneration": NestedForm(
+        _VISUAL, "Qwen3_5MoeForCausalLM", tower=_QWEN3_TOWER
+    ),
     "Gemma3ForConditionalGeneration": NestedForm(_TOWER, "Gemma3ForCausalLM"),
     "Mistral3ForConditionalGeneration": NestedForm(_TOWER),
     "LlavaForConditionalGeneration": NestedForm(_LLAVA),

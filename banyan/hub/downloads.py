@@ -1,8 +1,8 @@
-"""Resumable, verified downloads of large files from the Hugging Face hub.
+"""Resumable, verified downloads of files from the Hugging Face hub.
 
-huggingface_hub writes the cache and fetches small files. A large file grows by HTTP range requests
-as `<sha256>.incomplete` next to the finished blobs. When its hash matches the hub's, it is renamed
-into place, so an interrupted download continues where it stopped.
+A file grows by HTTP range requests as `<hash>.incomplete` next to the finished blobs. When its hash
+matches the hub's, it is renamed into place, so an interrupted download continues where it stopped.
+The cache has huggingface_hub's layout, so its other users find the files.
 """
 
 import errno
@@ -13,16 +13,14 @@ import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Protocol
-from urllib.parse import urljoin, urlsplit
+from typing import Any, Protocol
+from urllib.parse import urljoin
 
 from huggingface_hub import (
     constants,
-    get_hf_file_metadata,  # pyright: ignore[reportUnknownVariableType]
-    hf_hub_url,
+    hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
 )
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -30,21 +28,25 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import (
     WeakFileLock,
-    build_hf_headers,  # pyright: ignore[reportUnknownVariableType]
-    get_session,
-    hf_raise_for_status,
     tqdm,
 )
 
 from banyan.base.errors import CapacityError, ModelError
 from banyan.base.log import logger, printable
 from banyan.hub.catalogue import megabytes
+from banyan.hub.metadata import (
+    MAX_HOPS,
+    FileFacts,
+    HubFile,
+    Place,
+    check_host,
+    file_facts,
+    raise_for_status,
+    request,
+)
 
 log = logger(__name__)
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_HUB_DOMAINS = ("huggingface.co", "hf.co")
-_MAX_HOPS = 5
 _MAX_FAILURES = 5
 """Consecutive attempts without progress before the download fails."""
 _MAX_WAIT_S = 120.0
@@ -57,36 +59,6 @@ _EXPIRED = (401, 403)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-@dataclass(frozen=True)
-class Place:
-    """One repository: its source on the hub and its folder in the cache.
-
-    Attributes:
-        commit: the revision's full hash.
-        folder: the repository's folder in the cache.
-        endpoint: "" = the public hub.
-        token: "" = the token of `hf auth login`, if any.
-    """
-
-    repo: str
-    commit: str
-    folder: Path
-    endpoint: str = ""
-    token: str = ""
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """One file on the hub."""
-
-    name: str
-    url: str
-    address: str
-    """Download URL; may be on another host and expire after an hour."""
-    sha256: str
-    size: int
-
-
 class _Again(Exception):
     """The attempt ended early; another one may continue."""
 
@@ -95,51 +67,80 @@ class _Again(Exception):
         self.wait_s = wait_s
 
 
-def fetch_large(place: Place, names: Sequence[str]) -> None:
-    """Download the files that the cache does not have yet.
+def fetch_files(place: Place, files: Sequence[HubFile], revision: str) -> None:
+    """Download the files that the cache does not have yet, and name them in a snapshot.
 
-    A file without a sha256 on the hub is left to huggingface_hub, with a warning.
+    Args:
+        revision: the branch or tag that led to this commit, or the commit.
 
     Raises:
         CapacityError: the disk is too small.
         ModelError: a wrong hash, a redirect to an unknown host, or too many failed attempts.
         Exception: huggingface_hub's errors if the hub refuses.
     """
-    wanted: list[_Facts] = []
-    for name in names:
-        if (place.folder / "snapshots" / place.commit / name).exists():
+    missing = [file for file in files if not (_snapshot(place) / file.name).exists()]
+    wanted = {facts.name: (file, facts) for file in missing for facts in [file_facts(place, file)]}
+    _check_space(place, [f for _, f in wanted.values() if not _blob(place, f).exists()])
+    for file, facts in wanted.values():
+        if facts.size > constants.MAX_HTTP_DOWNLOAD_SIZE and not place.endpoint:
+            # the public hub sends larger files by a protocol of its library only
+            hf_hub_download(
+                place.repo,
+                file.name,
+                revision=place.commit,
+                cache_dir=place.folder.parent,
+                token=place.token or None,
+            )
             continue
-        facts = _ask(place, name)
-        if facts is not None and not _blob(place, facts).exists():
-            wanted.append(facts)
-    _check_space(place, wanted)
-    for facts in wanted:
-        _fetch(place, facts)
+        if not _blob(place, facts).exists():
+            _fetch(place, file, facts)
+        _link(_blob(place, facts), _snapshot(place) / file.name)
+    if revision != place.commit:
+        _write_ref(place, revision)
 
 
-def _ask(place: Place, name: str) -> _Facts | None:
-    url = hf_hub_url(
-        place.repo, name, revision=place.commit, endpoint=place.endpoint or constants.ENDPOINT
-    )
-    said = get_hf_file_metadata(url, token=place.token or None, endpoint=place.endpoint or None)
-    if said.etag is None or not _SHA256.fullmatch(said.etag) or said.size is None:
-        log.warning("the hub states no sha256 of %s: only its size is checked", printable(name))
-        return None
-    if said.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
-        return None
-    _check_host(url, said.location, place)
-    return _Facts(name, url, said.location, said.etag, said.size)
+def _snapshot(place: Place) -> Path:
+    return place.folder / "snapshots" / place.commit
 
 
-def _blob(place: Place, facts: _Facts) -> Path:
-    return place.folder / "blobs" / facts.sha256
+def _blob_name(facts: FileFacts) -> str:
+    """The name of the content: its hash, or a hash of the ETag if the hub states none."""
+    if facts.sha256 or facts.git_sha1:
+        return facts.sha256 or facts.git_sha1
+    return "etag-" + hashlib.sha256(f"{facts.etag}\0{facts.size}".encode()).hexdigest()[:40]
 
 
-def _part(place: Place, facts: _Facts) -> Path:
-    return place.folder / "blobs" / f"{facts.sha256}.incomplete"
+def _blob(place: Place, facts: FileFacts) -> Path:
+    return place.folder / "blobs" / _blob_name(facts)
 
 
-def _check_space(place: Place, wanted: Sequence[_Facts]) -> None:
+def _part(place: Place, facts: FileFacts) -> Path:
+    return place.folder / "blobs" / f"{_blob_name(facts)}.incomplete"
+
+
+def _link(blob: Path, pointer: Path) -> None:
+    """Name a blob in the snapshot; a copy where the file system has no links."""
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    fresh = pointer.with_name(f".{os.getpid()}-{blob.name[:16]}.new")
+    fresh.unlink(missing_ok=True)
+    try:
+        fresh.symlink_to(os.path.relpath(blob, pointer.parent))
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        shutil.copyfile(blob, fresh)
+    os.replace(fresh, pointer)
+
+
+def _write_ref(place: Place, revision: str) -> None:
+    ref = place.folder / "refs" / revision
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    fresh = ref.with_name(f".{os.getpid()}-{place.commit[:16]}.new")
+    fresh.write_text(place.commit)
+    os.replace(fresh, ref)
+
+
+def _check_space(place: Place, wanted: Sequence[FileFacts]) -> None:
     """Check the disk before the first byte."""
     needed = sum(f.size - min(f.size, _size(_part(place, f))) for f in wanted)
     if not needed:
@@ -154,18 +155,21 @@ def _check_space(place: Place, wanted: Sequence[_Facts]) -> None:
         )
 
 
-def _fetch(place: Place, facts: _Facts) -> None:
+def _fetch(place: Place, file: HubFile, facts: FileFacts) -> None:
     blob, part = _blob(place, facts), _part(place, facts)
-    lock = place.folder.parent / ".locks" / place.folder.name / f"{facts.sha256}.lock"
+    lock = place.folder.parent / ".locks" / place.folder.name / f"{blob.name}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     blob.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
         if blob.exists():
             return
         log.info("downloading %s, %s done", printable(facts.name), _progress(part, facts))
+        if not facts.sha256 and not facts.git_sha1:
+            text = "the hub states no hash of %s: only its size is checked"
+            log.warning(text, printable(facts.name))
         try:
             with _log_interrupt(part, facts):
-                _fill(place, facts, part)
+                _fill(place, file, facts, part)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -178,7 +182,7 @@ def _fetch(place: Place, facts: _Facts) -> None:
 
 
 @contextmanager
-def _log_interrupt(part: Path, facts: _Facts) -> Generator[None]:
+def _log_interrupt(part: Path, facts: FileFacts) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
@@ -187,11 +191,11 @@ def _log_interrupt(part: Path, facts: _Facts) -> Generator[None]:
         raise
 
 
-def _progress(part: Path, facts: _Facts) -> str:
+def _progress(part: Path, facts: FileFacts) -> str:
     return f"{megabytes(_size(part))} of {megabytes(facts.size)}"
 
 
-def _fill(place: Place, facts: _Facts, part: Path) -> None:
+def _fill(place: Place, listed: HubFile, facts: FileFacts, part: Path) -> None:
     """Download until the part is complete; retry while attempts make progress."""
     failures = 0
     if _size(part) > facts.size:
@@ -210,7 +214,7 @@ def _fill(place: Place, facts: _Facts, part: Path) -> None:
         while (had := file.tell()) < facts.size:
             try:
                 if failures:
-                    facts = _ask(place, facts.name) or facts
+                    facts = _same(facts, file_facts(place, listed))
                 _attempt(place, facts, file, bar)
             except (HTTPError, TimeoutError, ConnectionError, _Again) as error:
                 if isinstance(error, HTTPError) and _is_refusal(error):
@@ -231,7 +235,7 @@ def _status_of(error: Exception) -> int | None:
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
-def _wait_or_give_up(error: Exception, failures: int, part: Path, facts: _Facts) -> None:
+def _wait_or_give_up(error: Exception, failures: int, part: Path, facts: FileFacts) -> None:
     wait_s = error.wait_s if isinstance(error, _Again) else 0.0
     why = printable(str(error).strip().rstrip(".") or type(error).__name__)
     kept = f"{_progress(part, facts)} of {printable(facts.name)} are kept"
@@ -263,47 +267,49 @@ class _File(Protocol):
     def seek(self, offset: int, /) -> int: ...
 
 
-def _attempt(place: Place, facts: _Facts, file: _File, bar: _Bar) -> None:
+def _attempt(place: Place, facts: FileFacts, file: _File, bar: _Bar) -> None:
     """Request the missing bytes once and append them.
 
     Raises:
         _Again: the response ended early or the server asks for a retry.
     """
     at = file.tell()
-    headers = build_hf_headers(token=place.token or None)
-    headers |= {"Accept-Encoding": "identity", "Range": f"bytes={at}-"}
     address = facts.address
-    for _ in range(_MAX_HOPS):
-        if urlsplit(address).netloc != urlsplit(facts.url).netloc:
-            headers.pop("authorization", None)  # never send the token to another host
-        with get_session().stream(
-            "GET",
-            address,
-            headers=headers,
-            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            follow_redirects=False,
-        ) as answer:
+    for _ in range(MAX_HOPS):
+        timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with request("GET", address, facts.url, place, timeout_s, start=at) as answer:
             following = answer.headers.get("location") if answer.status_code // 100 == 3 else None
             if following is None:
                 _check_status(answer.status_code, answer.headers, facts)
+                raise_for_status(answer)
                 if answer.status_code not in (200, 206):
-                    hf_raise_for_status(answer)
+                    raise ModelError(f"the hub answers {answer.status_code} where bytes belong")
                 _begin_at(_start_of(answer.status_code, answer.headers, at, facts), file, bar)
                 return _take(answer.iter_bytes(), file, bar, facts)
             following = urljoin(address, following)
-        _check_host(facts.url, following, place)
+        check_host(facts.url, following, place)
         address = following
-    raise ModelError(f"{printable(facts.name)} is redirected more than {_MAX_HOPS} times")
+    raise ModelError(f"{printable(facts.name)} is redirected more than {MAX_HOPS} times")
 
 
-def _check_status(status: int, headers: Mapping[str, str], facts: _Facts) -> None:
+def _same(before: FileFacts, now: FileFacts) -> FileFacts:
+    """The facts of a new address; the content may not change in the middle of a file."""
+    if (before.etag, before.size) != (now.etag, now.size):
+        raise ModelError(
+            f"{printable(now.name)} has changed on the hub while it was fetched",
+            hint="fetch it again",
+        )
+    return now
+
+
+def _check_status(status: int, headers: Mapping[str, str], facts: FileFacts) -> None:
     if status in _AGAIN:
         raise _Again(f"the hub answers {status}", _retry_after_s(headers))
     if status in _EXPIRED and facts.address != facts.url:
         raise _Again(f"the address of {printable(facts.name)} answers {status}")
 
 
-def _start_of(status: int, headers: Mapping[str, str], at: int, facts: _Facts) -> int:
+def _start_of(status: int, headers: Mapping[str, str], at: int, facts: FileFacts) -> int:
     """Position of the first byte of the response: `at`, or 0 if the server ignored the range."""
     if status == 200:
         return 0
@@ -325,7 +331,7 @@ def _begin_at(start: int, file: _File, bar: _Bar) -> None:
         bar.update(start - at)
 
 
-def _take(pieces: Iterator[bytes], file: _File, bar: _Bar, facts: _Facts) -> None:
+def _take(pieces: Iterator[bytes], file: _File, bar: _Bar, facts: FileFacts) -> None:
     """Write the pieces as they arrive, so an interruption loses nothing received."""
     for piece in pieces:
         if file.tell() + len(piece) > facts.size:
@@ -353,35 +359,22 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _check_host(url: str, address: str, place: Place) -> None:
-    """Refuse redirects to unknown hosts.
-
-    Allowed are the endpoint's own host, the hub's hosts and, if HF_ENDPOINT names a mirror, any
-    https host. A redirect from https to http is refused.
-    """
-    own, other = urlsplit(url), urlsplit(address)
-    host = (other.hostname or "").lower()
-    if own.netloc == other.netloc and own.scheme == other.scheme:
+def _check_hash(part: Path, facts: FileFacts) -> None:
+    stated = facts.sha256 or facts.git_sha1
+    if not stated:
         return
-    is_hubs = any(host == domain or host.endswith("." + domain) for domain in _HUB_DOMAINS)
-    is_mirror = not any((own.hostname or "").endswith(domain) for domain in _HUB_DOMAINS)
-    if other.scheme == "https" and host and (is_hubs or is_mirror):
-        return
-    raise ModelError(
-        f"{printable(place.repo)}: {own.netloc} leads to {other.scheme}://{printable(host, 80)}, "
-        "which is not one of the hub's hosts",
-        hint="nothing was downloaded from it; check HF_ENDPOINT",
-    )
+    kind = "sha256" if facts.sha256 else "git hash"
 
+    def start() -> Any:
+        return hashlib.sha256() if facts.sha256 else hashlib.sha1(b"blob %d\0" % facts.size)
 
-def _check_hash(part: Path, facts: _Facts) -> None:
     with open(part, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != facts.sha256:
+        found = hashlib.file_digest(file, start).hexdigest()
+    if found != stated:
         part.unlink()
         raise ModelError(
-            f"{printable(facts.name)} has the sha256 {found[:16]}…, the hub states "
-            f"{facts.sha256[:16]}…: the download is damaged and was deleted",
+            f"{printable(facts.name)} has the {kind} {found[:16]}…, the hub states "
+            f"{stated[:16]}…: the download is damaged and was deleted",
             hint="fetch it again",
         )
 

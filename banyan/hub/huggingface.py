@@ -6,12 +6,12 @@ become a ModelError with a hint.
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeVar
 
 from huggingface_hub import (
-    HfApi,
     constants,
     hf_hub_download,  # pyright: ignore[reportUnknownVariableType]
     snapshot_download,  # pyright: ignore[reportUnknownVariableType]
@@ -26,7 +26,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 from banyan.base.errors import BanyanError, ModelError
 from banyan.base.log import logger, printable
@@ -34,7 +33,8 @@ from banyan.config.env import Environment
 from banyan.config.schema import LoadConfig
 from banyan.formats.shards import weight_files
 from banyan.hub.catalogue import meant
-from banyan.hub.downloads import Place, fetch_large
+from banyan.hub.downloads import fetch_files
+from banyan.hub.metadata import HubFile, Place, is_safe_name, list_repository
 from banyan.model_config.checkpoint import MODEL_FILES, PICKLED, pickled
 
 T = TypeVar("T")
@@ -42,8 +42,6 @@ T = TypeVar("T")
 log = logger(__name__)
 
 _WEIGHTS = (".safetensors", ".gguf")
-_ANSWER_TIMEOUT_S = 4.0
-"""Timeout of the first request, so that a start without network fails soon."""
 
 
 class Hub:
@@ -55,6 +53,9 @@ class Hub:
     def __init__(self, model: LoadConfig, environment: Environment) -> None:
         self._source = model.source
         self._revision = model.revision or None
+        if self._revision and not is_safe_name(self._revision):
+            shown = printable(self._revision, 80)
+            raise ModelError(f"--revision {shown!r} is no name of a branch, a tag or a commit")
         self._is_offline = model.offline or environment.hf_offline
         self._needs_weights = model.load_format != "dummy"
         self._cache = cache_folder(model, environment)
@@ -65,11 +66,10 @@ class Hub:
         """The local folder with a repository's safetensors, configuration and tokenizer."""
 
         def fetch() -> str:
-            facts = self._facts(repo)
-            _check_contents(repo, facts)
-            wanted = [f for f in facts.siblings or () if _belongs(f.rfilename)]
-            self._fetch_large(repo, facts, wanted)
-            return self._snapshot(repo, is_local=False)
+            place, files = self._listed(repo)
+            _check_contents(repo, [f.name for f in files])
+            self._fetch(place, [f for f in files if _belongs(f.name)])
+            return str(place.folder / "snapshots" / place.commit)
 
         return self._brought(fetch, lambda: self._whole_snapshot(repo))
 
@@ -77,14 +77,14 @@ class Hub:
         """The local path of one GGUF file of a repository."""
 
         def fetch() -> str:
-            facts = self._facts(repo)
-            files = [f for f in facts.siblings or () if f.rfilename == name]
-            if not files:
-                raise _no_such_file(repo, name, facts)
-            self._fetch_large(repo, facts, files)
-            return self._one(repo, name, is_local=False)
+            place, files = self._listed(repo)
+            wanted = [f for f in files if f.name == name]
+            if not wanted:
+                raise _no_such_file(repo, name, [f.name for f in files])
+            self._fetch(place, wanted)
+            return str(place.folder / "snapshots" / place.commit / name)
 
-        return self._brought(fetch, lambda: self._one(repo, name, is_local=True))
+        return self._brought(fetch, lambda: self._one(repo, name))
 
     def _brought(self, fetch: Callable[[], str], cached: Callable[[], str]) -> str:
         """The path from `fetch`; from the cache when offline or if the hub is unreachable."""
@@ -113,36 +113,22 @@ class Hub:
         except (OSError, ValueError, BanyanError):
             return None
 
-    def _facts(self, repo: str) -> ModelInfo:
-        api = HfApi(endpoint=self._endpoint or None, token=self._token or None)
-        return api.model_info(
-            repo, revision=self._revision, timeout=_ANSWER_TIMEOUT_S, files_metadata=True
-        )
+    def _listed(self, repo: str) -> tuple[Place, tuple[HubFile, ...]]:
+        place = Place(repo, "", self._repo_folder(repo), self._endpoint, self._token)
+        commit, files = list_repository(place, self._revision or "")
+        return replace(place, commit=commit), files
 
-    def _fetch_large(self, repo: str, facts: ModelInfo, files: Sequence[RepoSibling]) -> None:
-        large = [f.rfilename for f in files if f.lfs or f.rfilename.endswith(_WEIGHTS)]
-        if facts.sha is None:
-            return
-        place = Place(repo, facts.sha, self._repo_folder(repo), self._endpoint, self._token)
-        fetch_large(place, large)
+    def _fetch(self, place: Place, files: Sequence[HubFile]) -> None:
+        fetch_files(place, files, self._revision or constants.DEFAULT_REVISION)
 
     def _repo_folder(self, repo: str) -> Path:
         return self._cache / f"models--{repo.replace('/', '--')}"
 
-    def _snapshot(self, repo: str, is_local: bool) -> str:
-        return snapshot_download(
-            repo,
-            revision=self._revision,
-            cache_dir=self._cache,
-            allow_patterns=list(MODEL_FILES),
-            local_files_only=is_local,
-            token=self._token or None,
-            endpoint=self._endpoint or None,
-        )
-
     def _whole_snapshot(self, repo: str) -> str:
         """The cached folder, if every weight file is complete."""
-        folder = self._snapshot(repo, is_local=True)
+        folder = snapshot_download(
+            repo, revision=self._revision, cache_dir=self._cache, local_files_only=True
+        )
         if not os.path.isfile(os.path.join(folder, "config.json")):
             raise LocalEntryNotFoundError(f"{folder} has no config.json")
         is_gguf = any(name.endswith(_WEIGHTS[1]) for name in os.listdir(folder))
@@ -153,15 +139,9 @@ class Hub:
                 raise LocalEntryNotFoundError(error.text) from None
         return folder
 
-    def _one(self, repo: str, name: str, is_local: bool) -> str:
+    def _one(self, repo: str, name: str) -> str:
         return hf_hub_download(
-            repo,
-            name,
-            revision=self._revision,
-            cache_dir=self._cache,
-            local_files_only=is_local,
-            token=self._token or None,
-            endpoint=self._endpoint or None,
+            repo, name, revision=self._revision, cache_dir=self._cache, local_files_only=True
         )
 
     def _guarded(self, ask: Callable[[], T]) -> T:
@@ -255,9 +235,8 @@ def _belongs(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in MODEL_FILES)
 
 
-def _check_contents(repo: str, facts: ModelInfo) -> None:
+def _check_contents(repo: str, names: Sequence[str]) -> None:
     """Refuse a repository without usable weights before anything large is fetched."""
-    names = [file.rfilename for file in facts.siblings or ()]
     if any(name.endswith(_WEIGHTS[0]) for name in names):
         return
     gguf = [name for name in names if name.endswith(".gguf")]
@@ -271,8 +250,8 @@ def _check_contents(repo: str, facts: ModelInfo) -> None:
     raise ModelError(f"{repo} holds no *.safetensors and no *.gguf")
 
 
-def _no_such_file(repo: str, name: str, facts: ModelInfo) -> ModelError:
-    gguf = [f.rfilename for f in facts.siblings or () if f.rfilename.endswith(".gguf")]
+def _no_such_file(repo: str, name: str, names: Sequence[str]) -> ModelError:
+    gguf = [found for found in names if found.endswith(".gguf")]
     there = printable(", ".join(gguf[:8])) or "no GGUF file at all"
     return ModelError(
         f"{repo} has no file {printable(name)!r}; it has {there}",

@@ -80,7 +80,8 @@ class GatedMLP(nn.Module):
 
 class PlainMLP(nn.Module):
     """Args:
-        activation: Hugging Face name of the function ("gelu_pytorch_tanh", "gelu", "relu2").
+        activation: Hugging Face name of the function ("gelu_pytorch_tanh", "gelu", "quick_gelu",
+            "relu2").
 
     Raises:
         ModelError: an unknown activation.
@@ -100,6 +101,7 @@ class PlainMLP(nn.Module):
         known: dict[str, Callable[[Tensor], Tensor]] = {
             "gelu_pytorch_tanh": ops.gelu_tanh,
             "gelu": torch.nn.functional.gelu,
+            "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
             "relu2": lambda x: ops.apply_gate(x, x, "relu"),
         }
         if activation not in known:

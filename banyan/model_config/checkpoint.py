@@ -22,6 +22,7 @@ def read_model_config(
     load_format: str = "auto",
     overrides: Mapping[str, object] | None = None,
     is_foreign: bool = False,
+    with_media: bool = True,
 ) -> ModelConfig:
     """The ModelConfig of the checkpoint at `path`.
 
@@ -30,6 +31,7 @@ def read_model_config(
         load_format: auto | gguf | safetensors | dummy (needs no weights, only the configuration).
         overrides: values that replace the checkpoint's, by its own keys.
         is_foreign: the transformers library runs the model, so any architecture is accepted.
+        with_media: False = of a multimodal checkpoint only the text model is served.
 
     Raises:
         ModelError: missing, damaged, hostile, of an unknown family, or in pickled files.
@@ -47,7 +49,7 @@ def read_model_config(
         return read_gguf(_the_one_gguf(path, gguf), overrides)
     if not has_safetensors and load_format != "dummy":
         raise _without_weights(path, names)
-    return read_hub_folder(path, overrides)
+    return read_hub_folder(path, overrides, with_media=with_media)
 
 
 def _read_foreign(path: str, overrides: Mapping[str, object] | None) -> ModelConfig:

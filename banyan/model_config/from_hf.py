@@ -18,6 +18,7 @@ from banyan.families.base import MAX_LENGTH, MAX_WIDTH, HubForm, window_everywhe
 from banyan.families.nested import NESTED, TEXT_MODELS, NestedForm
 from banyan.formats.shards import tensor_names
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
+from banyan.model_config.media import read_media
 from banyan.model_config.model_config import ModelConfig, QuantFacts, RopeFacts
 from banyan.model_config.pooling import (
     is_bare,
@@ -43,7 +44,10 @@ _MAX_DESCRIPTION = 64 << 20
 
 
 def read_hub_folder(
-    path: str, overrides: Mapping[str, object] | None = None, is_foreign: bool = False
+    path: str,
+    overrides: Mapping[str, object] | None = None,
+    is_foreign: bool = False,
+    with_media: bool = True,
 ) -> ModelConfig:
     """The ModelConfig of the folder at `path`.
 
@@ -51,6 +55,7 @@ def read_hub_folder(
         overrides: values that replace config.json's.
         is_foreign: the transformers library runs the model: accept any architecture and read only
             the sizes that requests and the KV cache need.
+        with_media: read how a multimodal checkpoint takes pictures; False = serve its text model.
 
     Raises:
         ModelError: names the key that is wrong.
@@ -61,7 +66,7 @@ def read_hub_folder(
     fields = CheckpointFields({**raw, **overrides}, os.path.join(path, "config.json"), asked=asked)
     if is_foreign:
         return _foreign_model_config(fields, path)
-    architecture, outer = _architecture(fields, path), ""
+    architecture, outer, whole = _architecture(fields, path), "", fields
     if architecture in NESTED:
         outer, (architecture, values) = architecture, _text_model(raw, fields, path, architecture)
         fields = CheckpointFields({**values, **overrides}, fields.where, asked=asked)
@@ -71,6 +76,9 @@ def read_hub_folder(
     fields = fields.with_values(family.respelled(fields))
     model_config = family.more(fields, _model_config(fields, path, architecture, family))
     model_config = replace(model_config, quant=_quant(fields, path), outer=outer)
+    if outer and with_media:
+        media = read_media(outer, whole, fields, path, model_config.hidden_size)
+        model_config = replace(model_config, media=media)
     if is_classifier(architecture):
         model_config = replace(model_config, labels=labels_of(fields))
         if model_config.num_segments > 1:

@@ -6,6 +6,8 @@
 import math
 from dataclasses import dataclass, field
 
+from banyan.model_config.media import MediaConfig
+
 FULL = "full"
 """Full attention: a layer reads every position of the request."""
 WINDOW = "window"
@@ -355,6 +357,8 @@ class ModelConfig:
     """None = not quantized, or a GGUF file, whose tensors name their types."""
     dtype: str = "float32"
     outer: str = ""
+    media: MediaConfig | None = None
+    """None = prompts are text only."""
     context_limit: str = ""
     """Why `context_length` is less than the checkpoint's; "" = it is the checkpoint's."""
     draft_fields: DraftModelFields | None = None

@@ -3,6 +3,7 @@
 Either may be missing. Streamed and whole answers take the same path.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from banyan.parsers.answer_deltas import AnswerDelta, ReasoningDelta, TextDelta, merge_deltas
@@ -79,7 +80,7 @@ class AnswerParser:
         deltas += self._end_reasoning()
         if self._tools is not None:
             deltas += self._tools.finish(is_cut)
-        return merge_deltas(deltas)
+        return merge_deltas(deltas) if len(deltas) > 1 else deltas
 
     def _deltas(self, segments: list[tuple[SegmentKind, str]]) -> list[AnswerDelta]:
         deltas: list[AnswerDelta] = []
@@ -109,3 +110,29 @@ class AnswerParser:
         if self._tools is not None:
             return self._tools.feed(text)
         return [TextDelta(text)] if text else []
+
+
+class ReasoningTokenCounter:
+    """Counts the reasoning tokens of one answer, up to and with the token that ends the reasoning.
+
+    Args:
+        end: id of that token; None = the end marker is not one token, and the first text of the
+            answer ends the count.
+    """
+
+    def __init__(self, end: int | None) -> None:
+        self.count = 0
+        self._end = end
+        self._is_over = False
+
+    def add(self, tokens: Sequence[int], has_answered: bool) -> None:
+        """Count the tokens of one chunk; `has_answered` = the answer's text has begun."""
+        if self._is_over:
+            return
+        if self._end is not None and self._end in tokens:
+            self.count += list(tokens).index(self._end) + 1
+            self._is_over = True
+        elif has_answered:
+            self._is_over = True
+        else:
+            self.count += len(tokens)

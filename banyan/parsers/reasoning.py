@@ -4,7 +4,7 @@ Nothing is lost: the texts of all segments concatenate to the input. Sources of 
 models' chat templates and model cards. Entry point for more: "banyan.reasoning_parsers".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -119,32 +119,6 @@ class ReasoningParser:
             next(self._reading)
         except StopIteration:
             self._is_done = True
-
-
-class ReasoningTokenCounter:
-    """Counts the reasoning tokens of one answer, up to and with the token that ends the reasoning.
-
-    Args:
-        end: id of that token; None = the end marker is not one token, and the first text of the
-            answer ends the count.
-    """
-
-    def __init__(self, end: int | None) -> None:
-        self.count = 0
-        self._end = end
-        self._is_over = False
-
-    def add(self, tokens: Sequence[int], has_answered: bool) -> None:
-        """Count the tokens of one chunk; `has_answered` = the answer's text has begun."""
-        if self._is_over:
-            return
-        if self._end is not None and self._end in tokens:
-            self.count += list(tokens).index(self._end) + 1
-            self._is_over = True
-        elif has_answered:
-            self._is_over = True
-        else:
-            self.count += len(tokens)
 
 
 def thinking(start: str, end: str, always: bool = False) -> ReasoningFormat:

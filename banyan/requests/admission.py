@@ -48,7 +48,9 @@ def check_spec(request: RequestSpec, limits: Limits, has_tokenizer: bool) -> Non
             hint="Use /v1/embeddings or /encode.",
         )
     _check_scores(request, limits)
-    check_room(request, limits)
+    message = request.message
+    if limits.role or message.transfer_id or message.prefill_replica >= 0:
+        check_room(request, limits)
     if request.hidden and not limits.hidden_states:
         raise RequestError(
             "The server is not configured to return the hidden states",

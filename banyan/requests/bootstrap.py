@@ -86,8 +86,6 @@ def with_replica(fields: Mapping[str, object], header: str) -> Mapping[str, obje
     Raises:
         RequestError: the header is not a number.
     """
-    if not header:
-        return fields
     if not (header.isascii() and header.isdecimal() and len(header) <= len(str(_MOST_REPLICAS))):
         raise RequestError(
             f"X-Data-Parallel-Rank must be the number of a replica, got {header[:40]!r}",
@@ -137,9 +135,7 @@ def check_room(request: "RequestSpec", limits: "Limits") -> None:
 
 def with_room(request: "RequestSpec", limits: "Limits") -> "RequestSpec":
     """The request with a room of its own if --disaggregation-transfer-backend is fake."""
-    if limits.has_rooms or not limits.role:
-        return request
-    if request.message.transfer_id or request.route in _OWN_ROUTES:
+    if limits.has_rooms or request.message.transfer_id or request.route in _OWN_ROUTES:
         return request
     return request.with_message(transfer_id=BootstrapRoom(secrets.randbits(63)).name(0))
 

@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.messages.sampling_params import SamplingParams
-from banyan.requests.context import RequestContext
 from banyan.requests.generation import Generator, Usage, collect
 from banyan.requests.prompts import check_total, fitted_text
-from banyan.requests.request_spec import Fields, PromptSpec, RequestSpec, build_specs
+from banyan.requests.request_spec import (
+    Fields,
+    PromptSpec,
+    RequestContext,
+    RequestSpec,
+    build_specs,
+)
 from banyan.requests.sampling_params import Limits, ParsedSampling
 from banyan.tokenizer.stop_strings import TextOptions
 from banyan.tokenizer.tokenizer import Tokenizer

@@ -10,13 +10,13 @@ from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.requests import constraint
-from banyan.requests.context import RequestContext
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.prompts import PLACEHOLDER, encode_texts, parse_embeds
 from banyan.requests.request_spec import (
     SHARED_FIELDS,
     Fields,
     PromptSpec,
+    RequestContext,
     RequestSpec,
     ScoreOptions,
     build_specs,

@@ -13,7 +13,6 @@ from typing import cast
 from banyan.base.clock import Clock, WallClock
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.messages.events import DraftReport
-from banyan.requests.context import RequestContext
 from banyan.requests.generate_request import NativeRequest, NativeSequence, parse_native
 from banyan.requests.generation import (
     Finish,
@@ -28,7 +27,7 @@ from banyan.requests.generation import (
     shown_bytes,
 )
 from banyan.requests.lora_names import AdapterNames
-from banyan.requests.request_spec import LAST_HIDDEN
+from banyan.requests.request_spec import LAST_HIDDEN, RequestContext
 from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.tokenizer.tokenizer import Tokenizer
 

@@ -2,11 +2,13 @@
 
 An API parses its own fields, encodes the prompts, and reads the sampling parameters and the
 constraint of each (`parse_sampling`). `build_specs` is the last step: it adds the fields that all
-APIs spell alike. The message in a spec goes to the engine as it is.
+APIs spell alike. The message in a spec goes to the engine as it is. A RequestContext has what
+depends on the caller, whatever the transport.
 """
 
 import hashlib
 import re
+import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,15 +18,67 @@ from typing import Any, TypeVar
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.base.ids import RequestId
+from banyan.base.ids import RequestId, fresh_id
 from banyan.base.json_types import whole_number
 from banyan.messages.requests import ANY_REPLICA, NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests import bootstrap
-from banyan.requests.context import RequestContext
 from banyan.requests.prompts import namespace_with
 from banyan.requests.sampling_params import ParsedSampling
 from banyan.tokenizer.stop_strings import TextOptions
+
+
+@dataclass
+class RequestContext:
+    """One request of one caller. A listener creates it; it holds nothing of HTTP.
+
+    Attributes:
+        id: used in logs and answers.
+        headers: by lower-case name (`headers.get`).
+        is_strict: fields without effect are refused (--strict-requests).
+        tenant: digest of the caller's key. It owns what the request creates, and is part of the
+            prefix-cache namespace.
+        key_name: name of the caller's key in --api-key-file; "" = none.
+        is_admin: may end the requests of others.
+        deadline_s: monotonic time at which the request must have ended; None = no limit.
+        warnings: reports for the answer about parts of the request without effect.
+    """
+
+    id: str = field(default_factory=fresh_id)
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    is_strict: bool = False
+    tenant: bytes = b""
+    key_name: str = ""
+    is_admin: bool = False
+    deadline_s: float | None = None
+    warnings: list[str] = field(default_factory=list[str])
+
+    def warn(self, text: str) -> None:
+        """Report in the answer a part of the request that has no effect."""
+        self.warnings.append(text)
+
+    def warn_or_refuse(self, name: str, why: str, is_strict: bool = False) -> None:
+        """Report the field `name`, which has no effect.
+
+        Args:
+            is_strict: refuse it on any server.
+
+        Raises:
+            RequestError: 400, under --strict-requests or with `is_strict`.
+        """
+        if is_strict or self.is_strict:
+            raise RequestError(
+                f"{name[:80]!r} is not honoured by this server",
+                param=name[:80],
+                code="field_not_honoured",
+                hint="Leave it out, or start without --strict-requests",
+            )
+        self.warn(f"{name[:80]}: {why}")
+
+    def time_left_s(self) -> float | None:
+        """Seconds until the deadline; None = no limit."""
+        return None if self.deadline_s is None else self.deadline_s - time.monotonic()
+
 
 T = TypeVar("T")
 
@@ -156,9 +210,15 @@ class Fields:
             )
         return values
 
-    def with_replica(self, header: str) -> Mapping[str, object]:
-        """The body with the replica that the header X-Data-Parallel-Rank names."""
-        return bootstrap.with_replica(self._body, header)
+    def rooms(self, header: str, num_prompts: int) -> list[bootstrap.BootstrapRoom]:
+        """The bootstrap room of each prompt, and the replica of the header X-Data-Parallel-Rank."""
+        body = self._body
+        if not header and all(body.get(name) is None for name in bootstrap.FIELDS):
+            return [bootstrap.NO_ROOM] * num_prompts
+        if header:
+            body = bootstrap.with_replica(body, header)
+        has_list = isinstance(body.get("bootstrap_room"), list)
+        return bootstrap.bootstrap_rooms(body.get, num_prompts if has_list else self.num)
 
 
 def build_specs(
@@ -173,11 +233,7 @@ def build_specs(
         RequestError: names the field, the rule and the value.
     """
     ids = _ids(fields, [prompt.num_sequences for prompt in prompts])
-    has_list = isinstance(fields.get("bootstrap_room"), list)
-    rooms = bootstrap.bootstrap_rooms(
-        fields.with_replica(context.headers.get(bootstrap.HEADER, "")).get,
-        len(prompts) if has_list else fields.num,
-    )
+    rooms = fields.rooms(context.headers.get(bootstrap.HEADER, ""), len(prompts))
     salts, keys = fields.each("cache_salt", checked_salt), fields.each("extra_key", checked_salt)
     hidden = fields.each("return_hidden_states", hidden_wanted)
     experts_from = first_experts(fields.get)
@@ -203,7 +259,7 @@ def build_specs(
                 pool=prompt.pool,
                 caller=context.tenant,
                 embeds=prompt.embeds,
-                transfer_id=room.name(j),
+                transfer_id=b"" if room.number is None else room.name(j),
                 prefill_address=room.prefill_address,
                 replica=ANY_REPLICA if room.replica is None else room.replica,
                 prefill_replica=(

@@ -20,8 +20,8 @@ from banyan.router.proxy import OutgoingRequest
 from banyan.router.state import RouterState
 from banyan.router.upstream import WorkerLost, WorkerUnreachable
 from banyan.router.worker import Worker
-from banyan.server.errors import Json, unavailable
-from banyan.server.http.exchange import RETRY_AFTER_S, HttpExchange
+from banyan.server.errors import RETRY_AFTER_S, Json, unavailable
+from banyan.server.http.exchange import HttpExchange
 
 log = logger(__name__)
 

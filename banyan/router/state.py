@@ -13,10 +13,10 @@ from banyan.config.schema import Config
 from banyan.router.config import LimitConfig, RouterConfig
 from banyan.router.worker import Worker
 from banyan.router.worker_pool import WorkerPool
-from banyan.server.http.api_keys import Keys
+from banyan.server.errors import RETRY_AFTER_S
 from banyan.server.http.app import RequestScope
-from banyan.server.http.auth import TenantSigner, open_signer
-from banyan.server.http.exchange import RETRY_AFTER_S, HttpExchange
+from banyan.server.http.auth import Keys, TenantSigner, open_signer
+from banyan.server.http.exchange import HttpExchange
 
 
 class AdmissionLimiter:

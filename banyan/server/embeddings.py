@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.requests.context import RequestContext
 from banyan.requests.embeddings import (
     Prompt,
     Vector,
@@ -17,7 +16,7 @@ from banyan.requests.embeddings import (
     softmax,
     usage_of,
 )
-from banyan.requests.request_spec import RequestSpec
+from banyan.requests.request_spec import RequestContext, RequestSpec
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.models import model_and_adapters

@@ -8,6 +8,9 @@ Json = dict[str, object]
 
 UNAUTHORIZED: Json = {"error": "Unauthorized"}
 
+RETRY_AFTER_S = 5
+"""Retry-After if there is no estimate."""
+
 
 def type_of(status: int) -> str:
     """Name of a status as SGLang spells it: 400 -> BadRequestError."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from banyan.base.errors import RequestError
 from banyan.messages.sampling_params import SamplingParams
-from banyan.requests.context import RequestContext
 from banyan.requests.embeddings import (
     Prompt,
     Vector,
@@ -24,6 +23,7 @@ from banyan.requests.prompts import check_total
 from banyan.requests.request_spec import (
     Fields,
     PromptSpec,
+    RequestContext,
     RequestSpec,
     ScoreOptions,
     build_specs,

@@ -5,6 +5,7 @@ There is one `ServerState` per process. The listeners and handlers get it as an 
 
 import asyncio
 import contextlib
+import math
 import re
 import time
 import weakref
@@ -24,7 +25,6 @@ from banyan.config.schema import Config
 from banyan.engine_client.client import Replicas
 from banyan.engine_client.metrics_observer import MetricsExporter, MetricsObserver, report_refused
 from banyan.engine_client.request_log import Recent
-from banyan.engine_client.throughput_estimate import UNKNOWN_S, wait_s
 from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import Parsers
@@ -34,9 +34,8 @@ from banyan.requests.lora_names import AdapterNames
 from banyan.requests.request_spec import RequestSpec
 from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.requests.sessions import Sessions
-from banyan.server.errors import unavailable
-from banyan.server.http.api_keys import Keys
-from banyan.server.http.auth import TenantSigner
+from banyan.server.errors import RETRY_AFTER_S, unavailable
+from banyan.server.http.auth import Keys, TenantSigner
 from banyan.server.store.responses import ResponseStore
 from banyan.server.store.storage import Storage, storage_path
 from banyan.server.tool_servers.base import ToolServers
@@ -45,6 +44,9 @@ from banyan.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from banyan.server.http.app import RequestScope
     from banyan.server.http.exchange import HttpExchange
+
+LEAST_WAIT_S, MOST_WAIT_S = 1, 600
+"""Bounds of Retry-After."""
 
 PROBE_HOLDS_S = 1.0
 """How long a passed health check counts for later callers."""
@@ -303,7 +305,7 @@ class ServerState:
     def retry_after_s(self) -> int:
         """Seconds until the queued requests have ended, at the current throughput."""
         if self.service is None:
-            return UNKNOWN_S
+            return RETRY_AFTER_S
         alive = [replica for replica in self.service.client.replicas() if replica.alive]
         waiting = sum(replica.stats.waiting for replica in alive)
         return wait_s(waiting, sum(replica.ends_per_s for replica in alive))
@@ -311,6 +313,13 @@ class ServerState:
     @property
     def served_name(self) -> str:
         return self.config.model.served_name or self.config.model.source
+
+
+def wait_s(waiting: int, per_s: float) -> int:
+    """Whole seconds until the waiting requests have finished; RETRY_AFTER_S without an estimate."""
+    if per_s <= 0:
+        return RETRY_AFTER_S
+    return min(MOST_WAIT_S, max(LEAST_WAIT_S, math.ceil(waiting / per_s)))
 
 
 Handler = Callable[["HttpExchange", ServerState], Coroutine[Any, Any, None]]

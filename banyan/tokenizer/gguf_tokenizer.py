@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from banyan.base.errors import ModelError
 from banyan.base.log import logger, printable
 from banyan.formats.gguf import GGUFFile
-from banyan.tokenizer.token_bytes import SPACE_MARK
-from banyan.tokenizer.tokenizer import Tokenizer, TokenizerFacts, build_backend
+from banyan.tokenizer.tokenizer import SPACE_MARK, Tokenizer, TokenizerFacts, build_backend
 
 MAX_VOCABULARY = 1 << 20
 MAX_MERGES = 1 << 21

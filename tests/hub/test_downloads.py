@@ -15,8 +15,8 @@ from huggingface_hub import constants
 
 from banyan.base.errors import CapacityError, ModelError
 from banyan.config.schema import LoadConfig
-from banyan.hub import downloads
-from banyan.hub.downloads import Place, _check_host
+from banyan.hub import downloads, metadata
+from banyan.hub.metadata import Place, check_host
 from banyan.hub.sources import fetch
 from tests.support.fake_hub import COMMIT, REPO, FakeHub, Fault, fake_hub
 
@@ -234,7 +234,7 @@ def test_a_file_without_a_stated_hash_is_said_to_be_unchecked(
 ) -> None:
     hub.states_no_hash = True
     assert Path(fetch(SOURCE, hub.environment(tmp_path))).read_bytes() == BODY
-    assert "states no sha256 of model.gguf" in caplog.text
+    assert "states no hash of model.gguf" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -256,10 +256,10 @@ def test_a_file_without_a_stated_hash_is_said_to_be_unchecked(
 def test_bytes_come_from_the_hubs_hosts_only(address: str, endpoint: str, is_taken: bool) -> None:
     place = Place(REPO, COMMIT, Path())
     if is_taken:
-        _check_host(f"{endpoint}/owner/name/resolve/x", address, place)
+        check_host(f"{endpoint}/owner/name/resolve/x", address, place)
         return
     with pytest.raises(ModelError, match="not one of the hub's hosts"):
-        _check_host(f"{endpoint}/owner/name/resolve/x", address, place)
+        check_host(f"{endpoint}/owner/name/resolve/x", address, place)
 
 
 def test_an_endless_redirect_ends(tmp_path: Path, hub: FakeHub) -> None:
@@ -293,7 +293,8 @@ def test_a_part_that_is_longer_than_the_file_is_begun_anew(tmp_path: Path, hub: 
 def test_the_token_does_not_go_where_the_hub_leads(
     tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(downloads, "_check_host", lambda *_: None)
+    for module in (downloads, metadata):
+        monkeypatch.setattr(module, "check_host", lambda *_: None)
     with fake_hub({FILE: BODY}) as other:
         hub.elsewhere = other.url
         path = fetch(SOURCE, hub.environment(tmp_path, token="hf_1"))

@@ -276,7 +276,7 @@ def test_a_start_line_counts_the_weights_that_are_left_out(ops, tmp_path, caplog
     monkeypatch.setattr(logging.getLogger("banyan.models.weights.loader"), "propagate", True)
 
     with caplog.at_level(logging.INFO):
-        load_model(read_model_config(str(tmp_path)), Build(ops))
+        load_model(read_model_config(str(tmp_path), with_media=False), Build(ops))
 
     (line,) = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
     weights = load_file(tmp_path / "model.safetensors")

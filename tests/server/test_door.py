@@ -13,9 +13,8 @@ import pytest
 from banyan.base.errors import RequestError
 from banyan.base.fair_share import FairShare
 from banyan.server.http import auth, listen
-from banyan.server.http.api_keys import Keys
 from banyan.server.http.app import BODIES_IN_MEMORY
-from banyan.server.http.auth import Guard
+from banyan.server.http.auth import Guard, Keys
 from banyan.server.http.limits import ReceivedBody, read_body, strict_json
 from banyan.server.routes import all_routes
 from tests.server.fakes import Site, steps

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.requests.chunks import Chunks
+from banyan.requests.generation import Chunks
 from banyan.server.http.exchange import WRITE, HttpExchange, Later, follow
 
 

@@ -12,8 +12,7 @@ import pytest
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import ConfigError
 from banyan.server.http import auth
-from banyan.server.http.api_keys import LOOK_S, Keys, digest
-from banyan.server.http.auth import Guard
+from banyan.server.http.auth import LOOK_S, Guard, Keys, digest
 from tests.server.fakes import Site
 from tests.support.flags import config_of
 

@@ -7,16 +7,12 @@ import httpx
 import pytest
 
 from banyan.base.clock import VirtualClock
-from banyan.engine_client.client import Replica
+from banyan.engine_client.client import Replica, ThroughputEstimate
 from banyan.engine_client.metrics_observer import RequestOutcome
-from banyan.engine_client.throughput_estimate import (
-    MOST_WAIT_S,
-    UNKNOWN_S,
-    ThroughputEstimate,
-    wait_s,
-)
 from banyan.messages.events import Stats
 from banyan.requests.generation import Finish
+from banyan.server.errors import RETRY_AFTER_S
+from banyan.server.state import MOST_WAIT_S, wait_s
 from tests.server.fakes import READY, Site, steps
 
 FULL = Finish("abort", None, 503, "The request queue is full.", "queue_full")
@@ -121,7 +117,7 @@ def test_a_full_queue_refuses_a_request_before_it_is_read(
 def test_refusals_for_other_reasons_keep_to_what_is_usual(site: Site) -> None:
     site.client.others = [Replica(0, True, READY, Stats(waiting=30), ends_per_s=0.1)]
     site.state.draining = True
-    assert ask(site, "30").headers["retry-after"] == str(UNKNOWN_S)
+    assert ask(site, "30").headers["retry-after"] == str(RETRY_AFTER_S)
 
 
 def test_the_pace_is_that_of_late() -> None:
@@ -133,7 +129,7 @@ def test_the_pace_is_that_of_late() -> None:
         pace.add(5 + (second if second < 200 else 200 + 4 * (second - 200)), 9, clock.now())
     assert pace.per_s == pytest.approx(4.0)
     pace.add(3, 9, clock.now() + 1)
-    assert pace.per_s == 0.0, "a new engine counts from nought"
+    assert pace.per_s == 0.0, "a new engine counts from 0"
 
 
 def test_heartbeats_may_come_as_often_as_requests_end() -> None:
@@ -156,5 +152,5 @@ def test_the_pace_is_that_of_times_in_which_somebody_waited(trickle: int) -> Non
 
 
 def test_a_wait_is_bounded_and_never_nothing() -> None:
-    assert wait_s(0, 5.0) == 1 and wait_s(10, 0.0) == UNKNOWN_S
+    assert wait_s(0, 5.0) == 1 and wait_s(10, 0.0) == RETRY_AFTER_S
     assert wait_s(7, 2.0) == 4 and wait_s(10**9, 0.001) == MOST_WAIT_S

@@ -8,8 +8,7 @@ import pytest
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.server.http import auth
-from banyan.server.http.api_keys import Keys
-from banyan.server.http.auth import Guard
+from banyan.server.http.auth import Guard, Keys
 from banyan.server.http.listen import check_exposure
 from tests.server.fakes import Site
 from tests.support.flags import config_of

@@ -1,5 +1,6 @@
 """A hub of our own: one repository over HTTP on the loopback address, with faults on demand."""
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -14,6 +15,11 @@ from banyan.config.env import Environment
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "owner/name"
+
+
+def git_sha1(body: bytes) -> str:
+    """The hash of git's object, which the hub has as the ETag of small files."""
+    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
 
 
 @dataclass
@@ -50,6 +56,11 @@ class FakeHub(ThreadingHTTPServer):
         file_refusal: the same for its files only, as a gated one has it.
         stated: hashes in the place of the true ones.
         elsewhere: another host that large files are said to lie on.
+        facts: members in the place of the true ones in the answer about the repository.
+        item: the same in that answer's entry of each file.
+        headers: the same in the headers of each file.
+        body: sent in the place of the answer about the repository.
+        endless: paths of which begin answers that never end.
         asked: (method, path, range) of every request so far.
         tokens: (path, authorization) of every request so far.
     """
@@ -65,9 +76,18 @@ class FakeHub(ThreadingHTTPServer):
         self.stated: dict[str, str] = {}
         self.elsewhere = ""
         self.states_no_hash = False
+        self.facts: dict[str, object] = {}
+        self.item: dict[str, object] = {}
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.endless: tuple[str, ...] = ()
         self.asked: list[tuple[str, str, str]] = []
         self.tokens: list[tuple[str, str]] = []
+        self.endless_bytes = 0
         self.ended = threading.Event()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that go away are part of the tests."""
 
     @property
     def url(self) -> str:
@@ -104,16 +124,18 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.server, urlsplit(self.path).path
         hub.asked.append((self.command, path, self.headers.get("range", "")))
         hub.tokens.append((path, self.headers.get("authorization", "")))
+        if self.command == "GET" and path.startswith(hub.endless or ("//",)):
+            return self._never_end()
         if path.startswith("/bytes/"):
             return self._bytes(path.removeprefix("/bytes/"))
         if hub.refusal:
             return self._send(hub.refusal[0], b"{}", hub.refusal[1])
         repo = hub.repo
-        if path.startswith(f"/api/models/{repo}/tree/"):
-            return self._json([self._listed(name) for name in hub.files])
         if path.startswith(f"/api/models/{repo}"):
             files = [self._sibling(name) for name in hub.files]
-            return self._json({"id": repo, "sha": COMMIT, "siblings": files})
+            if hub.body:
+                return self._send(200, hub.body, {"Content-Type": "application/json"})
+            return self._json({"id": repo, "sha": COMMIT, "siblings": files} | hub.facts)
         name = path.removeprefix(f"/{repo}/resolve/").partition("/")[2]
         if not path.startswith(f"/{repo}/resolve/"):
             return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
@@ -132,12 +154,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _facts(self, name: str) -> dict[str, str]:
         hub, body = self.server, self.server.files[name]
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
+        etag = hashlib.sha1(body).hexdigest() if hub.states_no_hash else git_sha1(body)
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'}
         if name in hub.large:
             headers["X-Linked-Size"] = str(len(body))
             if not hub.states_no_hash:
                 headers["X-Linked-ETag"] = f'"{hub.sha256(name)}"'
-        return headers
+        return headers | hub.headers
 
     def _bytes(self, name: str) -> None:
         hub, body = self.server, self.server.files[name]
@@ -168,20 +191,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _sibling(self, name: str) -> dict[str, object]:
         body = self.server.files[name]
-        found: dict[str, object] = {"rfilename": name, "size": len(body), "blobId": "0" * 40}
+        found: dict[str, object] = {"rfilename": name, "size": len(body), "blobId": git_sha1(body)}
         if name in self.server.large and not self.server.states_no_hash:
             lfs = {"sha256": self.server.sha256(name), "size": len(body), "pointerSize": 135}
             found["lfs"] = lfs
-        return found
+        return found | self.server.item
 
-    def _listed(self, name: str) -> dict[str, object]:
-        body = self.server.files[name]
-        found: dict[str, object] = {"type": "file", "path": name, "size": len(body)}
-        found["oid"] = hashlib.sha1(body).hexdigest()
-        if name in self.server.large and not self.server.states_no_hash:
-            lfs = {"oid": self.server.sha256(name), "size": len(body), "pointerSize": 135}
-            found["lfs"] = lfs
-        return found
+    def _never_end(self) -> None:
+        self.send_response(200)
+        for name, text in self._facts(next(iter(self.server.files))).items():
+            self.send_header(name, text)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            while not self.server.ended.is_set():
+                self.wfile.write(b'"' + b"x" * 65535)
+                self.server.endless_bytes += 65536
 
     def _json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})

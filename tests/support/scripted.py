@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from functools import wraps
 from typing import ParamSpec
 
-from banyan.requests.chunks import Chunks
-from banyan.requests.generation import TextChunk
+from banyan.requests.generation import Chunks, TextChunk
 
 P = ParamSpec("P")
 

@@ -27,6 +27,7 @@ from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.mtp import DraftLM
+from banyan.models.towers.vision import VisionTower
 from banyan.models.weights.checkpoint_layouts import (
     with_heads_of_keys,
     with_numbered_blocks,
@@ -149,9 +150,7 @@ def tensors_of(
         if (its := text_name(name)) is not None and its.startswith(beginning)
     )
     if model_config.quant is not None:
-        rounds = isinstance(ops, BoundOps) and ops.rounds_as_asked
-        method = open_method(model_config.quant, model_config.path, rounds)
-        tensors = restored(tensors, tensor_types(model_config), method, model_config.quant.method)
+        tensors = _unquantized(tensors, model_config, ops)
     elif model_config.format == "gguf":
         tensors = _of_gguf(tensors, model_config)
     if model_config.outer:  # only now: settings of quantisation use the checkpoint's names
@@ -171,6 +170,61 @@ def tensors_of(
     return tensors
 
 
+def load_tower(
+    model_config: ModelConfig,
+    build: Build,
+    load_format: str = "auto",
+    seed: int = 0,
+    is_mapped: bool = True,
+    transforms: Sequence[Transform] = (),
+) -> VisionTower:
+    """Build this rank's part of the tower of a multimodal model and load its weights.
+
+    Args: as for `load_model`; the model config has a `media`.
+
+    Raises:
+        ModelError: missing, unknown or mis-shaped tensors, unreadable files.
+    """
+    tower, names = VisionTower(model_config, build), NESTED[model_config.outer].tower
+    assert names is not None
+    if load_format == "dummy":
+        fill_dummy(tower, build, seed)
+    else:
+        tensors = _tower_tensors(model_config, is_mapped, transforms, build.ops)
+        Filling(tower, names).run(tensors)
+    return tower.eval()
+
+
+def _tower_tensors(
+    model_config: ModelConfig, is_mapped: bool, transforms: Sequence[Transform], ops: Ops
+) -> Iterator[tuple[str, Stored]]:
+    """The tensors of the tower, without "model." in front of their names."""
+    tower_name = NESTED[model_config.outer].tower_name
+    tensors = (
+        (name, tensor)
+        for name, tensor in read_tensors(model_config, is_mapped)
+        if tower_name(name) is not None
+    )
+    if model_config.quant is not None:
+        tensors = _unquantized(tensors, model_config, ops)
+    tensors = ((tower_name(name) or name, tensor) for name, tensor in tensors)
+    for transform in transforms:
+        tensors = transform(tensors)
+    if not isinstance(ops, BoundOps) or E4M3 not in ops.kept_types:
+        tensors = with_plain_floats(tensors)
+    return tensors
+
+
+def _unquantized(
+    tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig, ops: Ops | None
+) -> Iterator[tuple[str, Stored]]:
+    """Weights of a quantised checkpoint as their method describes them."""
+    assert model_config.quant is not None
+    rounds = isinstance(ops, BoundOps) and ops.rounds_as_asked
+    method = open_method(model_config.quant, model_config.path, rounds)
+    return restored(tensors, tensor_types(model_config), method, model_config.quant.method)
+
+
 def _of_gguf(
     tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig
 ) -> Iterator[tuple[str, Stored]]:
@@ -185,7 +239,7 @@ def _of_gguf(
 
 def _log_towers(model_config: ModelConfig) -> None:
     """Log how many weights of a multimodal checkpoint are left out."""
-    if not model_config.outer:
+    if not model_config.outer or model_config.media is not None:
         return
     nested = NESTED[model_config.outer]
     names = tensor_types(model_config)
@@ -235,7 +289,7 @@ class Filling:
 
     def __init__(
         self,
-        model: DecoderLM | EncoderLM | DraftLM,
+        model: DecoderLM | EncoderLM | DraftLM | VisionTower,
         names: NameMap,
         watch: BlockWatch | None = None,
     ) -> None:
@@ -422,7 +476,7 @@ def block_of(module: str) -> int:
 
 
 def fill_dummy(
-    model: DecoderLM | EncoderLM | DraftLM,
+    model: DecoderLM | EncoderLM | DraftLM | VisionTower,
     build: Build,
     seed: int,
     watch: BlockWatch | None = None,

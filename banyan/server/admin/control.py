@@ -14,7 +14,7 @@ from banyan.config.schema import ObserveConfig
 from banyan.engine_client.request_log import RequestLog
 from banyan.engine_client.text_generator import with_log
 from banyan.messages.events import LiveRequest, Reply
-from banyan.requests.context import RequestContext
+from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.schema import typed

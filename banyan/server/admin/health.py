@@ -10,8 +10,8 @@ from banyan.base.ids import RequestId, fresh_id
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import collect
 from banyan.requests.request_spec import spec_of
-from banyan.server.errors import Json, unavailable
-from banyan.server.http.exchange import RETRY_AFTER_S, HttpExchange
+from banyan.server.errors import RETRY_AFTER_S, Json, unavailable
+from banyan.server.http.exchange import HttpExchange
 from banyan.server.state import ServerState, Service
 
 PROBE_TIMEOUT_S = 20.0

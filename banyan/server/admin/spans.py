@@ -21,8 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from banyan.base.errors import RequestError
 from banyan.engine_client.metrics_observer import CLOSED, OWN
-from banyan.requests.chunks import Chunks
-from banyan.requests.generation import Generator, TextChunk, Usage, observed
+from banyan.requests.generation import Chunks, Generator, TextChunk, Usage, observed
 from banyan.requests.request_spec import RequestSpec
 from banyan.server.http.exchange import HttpExchange
 

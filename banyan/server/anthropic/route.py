@@ -4,8 +4,8 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from banyan.base.errors import RequestError
-from banyan.requests.context import RequestContext
 from banyan.requests.generation import run
+from banyan.requests.request_spec import RequestContext
 from banyan.server.anthropic.answer import MessageAnswer
 from banyan.server.anthropic.schema import (
     BLOCKS,

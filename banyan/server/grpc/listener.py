@@ -19,7 +19,7 @@ from banyan.base.errors import CapacityError, ConfigError, RequestError
 from banyan.base.fair_share import CALLER
 from banyan.base.log import logger, printable
 from banyan.config.schema import ServerConfig
-from banyan.requests.context import RequestContext
+from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import internal, unavailable
 from banyan.server.grpc.scheduler import SglangScheduler
 from banyan.server.http import auth

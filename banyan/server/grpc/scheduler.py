@@ -28,7 +28,6 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as service
 
 from banyan.base.errors import RequestError
 from banyan.base.thread_pool import off_loop
-from banyan.requests.context import RequestContext
 from banyan.requests.generate_request import NativeRequest, NativeSequence
 from banyan.requests.generate_response import split_states
 from banyan.requests.generation import (
@@ -40,6 +39,7 @@ from banyan.requests.generation import (
     shown_bytes,
     unstreamed,
 )
+from banyan.requests.request_spec import RequestContext
 from banyan.requests.sampling_params import merged
 from banyan.server.admin import control, health, memory, server_info
 from banyan.server.embeddings import vector_service

@@ -23,8 +23,8 @@ from banyan.config.schema import Config, ObserveConfig
 from banyan.engine_client.request_log import write_line
 from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth
-from banyan.server.http.api_keys import Keys
-from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange, Send
+from banyan.server.http.auth import Keys
+from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange, Scope, Send
 from banyan.server.http.limits import (
     ClientGone,
     Receive,
@@ -33,7 +33,6 @@ from banyan.server.http.limits import (
     read_body,
     too_late,
 )
-from banyan.server.http.request import Scope
 from banyan.server.http.route import WITH_BODY, Route
 
 log = logger(__name__)
@@ -113,13 +112,13 @@ class App(Generic[S]):
         self._memory = FairShare(BODIES_IN_MEMORY * server.max_body_bytes)
         self._root = server.root_path.rstrip("/")
         self._send_timeout_s = send_timeout_s
+        self._tokenizer_waits, self._is_strict = server.tokenizer_waits, server.strict_requests
         self._access = AccessLog(state.config.observe.http_level)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            server = self.state.config.server
             exchange = HttpExchange(
-                scope, send, self._send_timeout_s, server.tokenizer_waits, server.strict_requests
+                scope, send, self._send_timeout_s, self._tokenizer_waits, self._is_strict
             )
             await self._answer(exchange, receive)
         elif scope["type"] == "lifespan":

@@ -28,8 +28,7 @@ from banyan.base.os import is_loopback
 from banyan.config.schema import ServerConfig
 from banyan.server.http.app import App
 from banyan.server.http.auth import ANY
-from banyan.server.http.exchange import ABORT, WRITE
-from banyan.server.http.request import Scope
+from banyan.server.http.exchange import ABORT, WRITE, Scope
 from banyan.server.http.tls import tls_context
 
 log = logger(__name__)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.requests.context import RequestContext
 from banyan.requests.embeddings import Prompt, prompts_of, shortened
 from banyan.requests.generation import run
-from banyan.requests.request_spec import RequestSpec
+from banyan.requests.request_spec import RequestContext, RequestSpec
 from banyan.server.embeddings import VectorRequest, vector_specs, vectors_of
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OLLAMA

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from banyan.requests.context import RequestContext
+from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.models import check_model

@@ -12,8 +12,7 @@ from banyan.parsers.answer_deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
-from banyan.parsers.answer_parser import AnswerParser
-from banyan.parsers.reasoning import ReasoningTokenCounter
+from banyan.parsers.answer_parser import AnswerParser, ReasoningTokenCounter
 from banyan.requests.generation import Arrival, Finish, TextChunk, TokenScore, run, unstreamed
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate

@@ -11,8 +11,7 @@ from banyan.messages.requests import NO_SCORES
 from banyan.parsers.answer_parser import AnswerFormat
 from banyan.parsers.reasoning import ReasoningFormat
 from banyan.requests.constraint import start_after
-from banyan.requests.context import RequestContext
-from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
+from banyan.requests.request_spec import PromptSpec, RequestContext, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import ParsedSampling, fit_prompt, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.openai.prompts import Conversation, chat_ids, checked_ids
@@ -99,7 +98,10 @@ def chat_prompt(service: Service, request: ChatRequest, warn: Report) -> tuple[l
     """Token ids of the prompt, and the tools that it shows."""
     template = service.chat.template if service.chat else None
     shown = bool(template and template.takes_tools)
-    use = tool_use(request, service.parsers, shown, service.tool_tag is not None, warn)
+    if request.tools or request.tool_choice not in (None, "auto", "none"):
+        use = tool_use(request, service.parsers, shown, service.tool_tag is not None, warn)
+    else:
+        use = ToolUse()
     given = {"messages": request.messages, "tools": list(use.offered.definitions.values())}
     shows_tools = service.tool_tag is not None or (template and template.shows_whole_tools)
     for path in unread_members(given, PROMPT_MEMBERS):

@@ -9,7 +9,6 @@ from typing import cast
 from banyan.base.errors import RequestError
 from banyan.base.json_types import whole_number
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
-from banyan.requests.context import RequestContext
 from banyan.requests.generation import (
     Arrival,
     TextChunk,
@@ -18,7 +17,7 @@ from banyan.requests.generation import (
     run,
     shown_bytes,
 )
-from banyan.requests.request_spec import PromptSpec, RequestSpec, ScoreOptions
+from banyan.requests.request_spec import PromptSpec, RequestContext, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate

@@ -7,8 +7,8 @@ from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.lora.adapter_files import AdapterPlace
-from banyan.requests.context import RequestContext
 from banyan.requests.lora_names import one_each
+from banyan.requests.request_spec import RequestContext
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.state import ServerState
 

@@ -14,11 +14,11 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list, is_object
 from banyan.requests import constraint
-from banyan.requests.context import RequestContext
 from banyan.requests.request_spec import (
     LAST_HIDDEN,
     Fields,
     PromptSpec,
+    RequestContext,
     RequestSpec,
     build_specs,
 )

@@ -17,8 +17,8 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.chat_template.template import ChatTemplate
-from banyan.requests.context import RequestContext
 from banyan.requests.generation import run
+from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json, internal
 from banyan.server.http.dialect import RESPONSES
 from banyan.server.http.exchange import HttpExchange

@@ -11,7 +11,7 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.messages.events import PinFact
 from banyan.server.errors import Json
-from banyan.server.http.api_keys import digest
+from banyan.server.http.auth import digest
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.openai.schema import typed
 from banyan.server.sglang.generate import native_service
