@@ -24,8 +24,6 @@ BARE = {"is_bare": True}
 """`extra` of a line without time and role: a record for programs."""
 
 
-FORMAT_VARIABLE = "BANYAN_LOG_FORMAT"
-"""Variable of --log-format; child processes inherit it."""
 _MAX_LINE_BYTES = 16 << 20
 _LAST_LINES_S = 2.0
 """Time for the last lines of a process that ends."""
@@ -68,20 +66,12 @@ def logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def start_logging(role: str, level: str = "info", as_json: bool | None = None) -> None:
+def start_logging(role: str, level: str = "info", as_json: bool = False) -> None:
     """Send the package's log lines to stderr, marked with this process's role ("rank1").
 
     Args:
-        as_json: of the first process: whether each line is an object, for its children too;
-            None = as the parent process has it.
+        as_json: each line is a JSON object.
     """
-    if as_json is None:
-        as_json = os.environ.get(FORMAT_VARIABLE) == "json"
-    elif as_json:
-        os.environ[FORMAT_VARIABLE] = "json"
-        _wrap_standard_error()
-    else:
-        os.environ.pop(FORMAT_VARIABLE, None)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         _JsonFormatter(role) if as_json else _Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S")
@@ -128,8 +118,9 @@ def _object(moment_s: float, level: str, role: str, text: str, fields: dict[str,
     return json.dumps({**line, "message": text, **fields})
 
 
-def _wrap_standard_error() -> None:
-    """Send standard error of this process and its children through `wrap_lines`."""
+def wrap_standard_error() -> None:
+    """Send what this process and its future children write to standard error through
+    `wrap_lines`, in a process of its own."""
     reading, writing = os.pipe()
     original = os.dup(2)
     wrapper = subprocess.Popen([sys.executable, "-m", "banyan.base.log"], stdin=reading)

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
 
+from banyan.base.os import has_cuda_driver
 from banyan.base.table import Table
 from banyan.config.env import Environment
 from banyan.config.schema import Config
@@ -57,9 +56,6 @@ class DeviceFacts:
     is_here: Callable[[Environment], bool] | None = None
 
 
-_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
-"""Files of drivers whose devices torch calls CUDA: NVIDIA's, the one of WSL 2, Tegra's, AMD's."""
-
 AUTO = DeviceFacts(is_open=True, compiles_kernels=True, drafts_trees=True)
 CPU = DeviceFacts(is_host=True, compiles_kernels=True, drafts_trees=True)
 CUDA = DeviceFacts(
@@ -102,9 +98,3 @@ def outcome_device(config: Config, environment: Environment) -> str:
     if not facts_of(config).is_open:
         return config.device.name
     return "cuda" if has_cuda_driver() else "cpu"
-
-
-def has_cuda_driver() -> bool:
-    """Whether torch may find a CUDA device here: a driver, and a torch that is not for CPUs only.
-    torch is not imported."""
-    return any(Path(path).exists() for path in _DRIVERS) and not version("torch").endswith("+cpu")

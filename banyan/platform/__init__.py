@@ -1,7 +1,7 @@
 """Platforms by device name."""
 
+from banyan.base.os import has_cuda_driver
 from banyan.base.table import Table
-from banyan.config.devices import has_cuda_driver
 from banyan.platform.base import Platform
 
 PLATFORMS: Table[type[Platform]] = Table(

@@ -317,7 +317,7 @@ _TELLING = (
     Flag(
         "log-format",
         "observe.whole_log_format",
-        "json = each line of the log is a JSON object, those of its servers too",
+        "json = each line of the log is a JSON object, also from servers that it starts",
         choices=("text", "json"),
     ),
     Flag(

@@ -44,6 +44,7 @@ def billed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
         for key in ("sk-new", "sk-old", "sk-shop"):
             assert ask(server, key) == 200
         assert ask(server, "sk-shop", sampling_params={"max_new_tokens": -1}) == 400
+        wait_until(lambda: "request refused" in server.log.read_text(), ENDED_S, "the last line")
         yield server
 
 

@@ -15,7 +15,7 @@ FLAGS = (
     Flag(
         "log-format",
         "observe.whole_log_format",
-        "json = each line of the log is a JSON object, those of child processes and libraries too",
+        "json = each line of the log is a JSON object, also from child processes and libraries",
         choices=("text", "json"),
         documented=False,
         proof="tests/system/test_json_log.py::test_every_line_of_a_server_is_an_object",

@@ -255,15 +255,15 @@ class _Bills:
                 ("generation_tokens", "Generated tokens of a named key"),
             )
         ]
-        self._told_apart: set[str] = set()
+        self._names: set[str] = set()
 
     def ended(self, outcome: RequestOutcome) -> None:
         key = outcome.request.key_name
         if not key:
             return
-        if key not in self._told_apart:
-            if len(self._told_apart) < _MOST_KEYS:
-                self._told_apart.add(key)
+        if key not in self._names:
+            if len(self._names) < _MOST_KEYS:
+                self._names.add(key)
             else:
                 key = OTHER
         usage = outcome.usage or _NOTHING
