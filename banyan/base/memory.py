@@ -8,6 +8,7 @@ much library code only once; those pages are backed by files, so the system can 
 import ctypes
 import gc
 import re
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -45,6 +46,20 @@ def unmap_files() -> None:
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for first, last in mappings:
         advise(first, last - first, _DONTNEED)
+
+
+def address_space_bytes() -> int:
+    """Address space that this process uses now."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def bound_address_space(limit_bytes: int) -> None:
+    """Let allocations above `limit_bytes` fail; a lower limit of the system (`ulimit -v`) stays."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard != resource.RLIM_INFINITY:
+        limit_bytes = min(limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, hard))
 
 
 def let_go() -> None:

@@ -8,7 +8,6 @@ describes the frames.
 
 import json
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from banyan.base.child_process import LENGTH
-from banyan.base.memory import give_back, let_go
+from banyan.base.memory import address_space_bytes, bound_address_space, give_back, let_go
 from banyan.chat_template.processes import DONE, FAILED, REFUSED, STOPPED, TASK
 
 MAX_SOURCE_CHARS = 1 << 20
@@ -209,13 +208,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        base_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    base_bytes = address_space_bytes()
     renderer, is_new = Renderer(), True
     while len(head := tasks.read(TASK.size)) == TASK.size:
         length, time_s = TASK.unpack(head)
-        limit = base_bytes + ROOM_BYTES + FRAME_FACTOR * length
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        bound_address_space(base_bytes + ROOM_BYTES + FRAME_FACTOR * length)
         _serve(renderer, tasks.read(length), time_s, answers)
         if length > LARGE_BYTES:
             give_back()

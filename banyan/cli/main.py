@@ -33,6 +33,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "bench": "banyan.cli.bench:main",
         "profile": "banyan.cli.client:profile",
         "config": "banyan.cli.config:config",
+        "translate": "banyan.cli.translate:translate",
         "check": "banyan.cli.check:check",
         "recipe": "banyan.cli.check:recipe",
         "npu-selfcheck": "banyan.ascend.selfcheck:npu_selfcheck",
@@ -63,6 +64,7 @@ HELP = """banyan VERB [flags]
   cache explain R what a request found in the prefix cache, and why no more
   profile [URL]   record what a running server's steps do, as a trace file
   config [MODEL]  show the resolved configuration, and where each value came from
+  translate LINE  a start line of vLLM, llama-server, Ollama or TGI as one of this engine
   check [MODEL]   hold a launch on Ascend NPUs against the rules, without starting it
   recipe MODEL    variables and commands for each of several Ascend NPU machines
   npu-selfcheck   run the operators of an Ascend NPU and compare with plain torch

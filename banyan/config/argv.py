@@ -16,6 +16,7 @@ from banyan.config.flags.table import CONFIG_FILE, find
 
 MODEL_HINT = "name the model in front, or with --model-path"
 MAX_BYTES = 1 << 20
+_MAX_DIGITS = 40
 _MAX_DEPTH = 16
 
 
@@ -139,6 +140,15 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
                 raise ConfigError(f"{path}: {twice} is given twice", hint="keep one of them")
             return mapping
 
+        def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+            if len(str(node.value)) > _MAX_DIGITS:
+                line = node.start_mark.line + 1
+                raise ConfigError(
+                    f"{path}, line {line}: a number of more than {_MAX_DIGITS} digits"
+                )
+            return self.construct_yaml_int(node)
+
+    UniqueKeys.add_constructor("tag:yaml.org,2002:int", UniqueKeys.construct_whole_number)
     return _checked(_with_marks(lambda: UniqueKeys(raw).get_single_data(), path), path)
 
 

@@ -6,7 +6,6 @@ Frames both ways: uint64 little-endian length, msgpack. First comes a Setup, the
 """
 
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import msgspec
 
 from banyan.base.child_process import LENGTH
 from banyan.base.log import printable
+from banyan.base.memory import address_space_bytes, bound_address_space
 from banyan.base.os import anonymous_memory, die_with_parent
 from banyan.grammar.base import BACKENDS, Backend
 from banyan.grammar.vocabulary import Vocabulary, longest_first
@@ -130,17 +130,10 @@ def main() -> None:
     vocabulary = setup.vocabulary
     backend = BACKENDS.load(setup.backend)(vocabulary, longest_first(vocabulary), setup.whitespace)
     warnings = Warnings()
-    _bound_memory(setup.memory_bytes)
+    bound_address_space(address_space_bytes() + setup.memory_bytes)
     while (job := read_frame(read, Job)) is not None:
         answers.write(encode_frame(compile_one(backend, job.grammar, warnings)))
         answers.flush()
-
-
-def _bound_memory(room_bytes: int) -> None:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        pages = int(file.read().split()[0])
-    limit = pages * resource.getpagesize() + room_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 if __name__ == "__main__":

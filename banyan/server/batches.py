@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from banyan.base.errors import BanyanError, ConfigError, RequestError
+from banyan.base.errors import BanyanError, CapacityError, ConfigError, RequestError
 from banyan.base.log import logger
 from banyan.server.batch_lines import (
     RETRY_S,
@@ -39,6 +39,9 @@ log = logger(__name__)
 _PAGE = 20
 _WINDOW = "24h"
 _MAX_METADATA = 16
+DISK_RETRY_S = 10.0
+"""How often a batch is tried again whose state or answers cannot be written."""
+_PAUSED = "paused"
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +174,8 @@ async def _work(state: ServerState, store: BatchStore, owner: str) -> None:
             except ServerEnding:
                 if not await _has_engine(state):
                     raise
+            except (CapacityError, RequestError) as error:
+                await _pause(store, found.id, error)
             else:
                 log.info("batch ended id=%s status=%s", found.id, store.batches[found.id].status)
     except ServerEnding:
@@ -179,6 +184,15 @@ async def _work(state: ServerState, store: BatchStore, owner: str) -> None:
         log.error("batches stopped: %s", error)
     except Exception:
         log.exception("batches stopped")
+
+
+async def _pause(store: BatchStore, id: str, error: BanyanError) -> None:
+    """Show a disk that takes nothing to the owner of the batch, and wait before the next try."""
+    why = f"{error.text}; it is tried again every {DISK_RETRY_S:.0f} s"
+    log.error("batch paused id=%s: %s", id, why)
+    paused = [*store.batches[id].faults, Fault(_PAUSED, why)]
+    store.batches[id] = msgspec.structs.replace(store.batches[id], faults=paused)
+    await asyncio.sleep(DISK_RETRY_S)
 
 
 async def _has_engine(state: ServerState) -> bool:
@@ -193,6 +207,8 @@ async def _has_engine(state: ServerState) -> bool:
 async def _run(state: ServerState, id: str) -> None:
     """Run one batch to its end from its current state."""
     storage, store = state.storage, state.storage.batches
+    known = [fault for fault in store.batches[id].faults if fault.code != _PAUSED]
+    store.batches[id] = msgspec.structs.replace(store.batches[id], faults=known)
     lines, faults = await _read(storage, store.batches[id])
     if faults:
         await store.save(

@@ -4,6 +4,8 @@ import gc
 import logging
 import mmap
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,16 @@ from banyan.base.errors import ConfigError
 from banyan.base.memory import SlowGc, _as_on_disk, report_slow_gc, set_gc_threshold, unmap_files
 from tests.support.flags import config_of
 
+UNDER_A_LIMIT = """
+import resource
+from banyan.chat_template.processes import TemplateProcesses
+resource.setrlimit(resource.RLIMIT_AS, (%d, %d))
+processes = TemplateProcesses("{%% for m in messages %%}{{ m }}{%% endfor %%}")
+print(processes.render({"messages": ["a", "b"]}))
+from banyan.base.memory import bound_address_space
+bound_address_space(1 << 60)
+print(resource.getrlimit(resource.RLIMIT_AS))
+"""
 SMAPS = Path("/proc/self/smaps")
 LIBRARY = "libtorch_cpu.so"
 
@@ -120,3 +132,10 @@ def test_thresholds_of_the_collector_are_set():
             set_gc_threshold((1, 2, 3, 4))
     finally:
         gc.set_threshold(*before)
+
+
+def test_processes_with_a_bound_start_under_a_lower_limit_of_the_system() -> None:
+    limit = 768 << 20
+    code = UNDER_A_LIMIT % (limit, limit)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"ab\n({limit}, {limit})\n", done.stderr

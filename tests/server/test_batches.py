@@ -1,6 +1,9 @@
 """/v1/batches through the official client: answers, faults, cancelling, restarts."""
 
+import errno
 import json
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,7 @@ from banyan.requests.generation import Finish
 from banyan.requests.request_spec import RequestSpec, spec_of
 from banyan.server.batch_lines import MAX_FAULTS, MAX_LINES, read_lines
 from banyan.server.batches import resume_batches
+from banyan.server.store import batches as store_batches
 from banyan.server.store.batches import AnswerLog, answer_line
 from tests.server.fakes import Site, refusal, steps
 from tests.support.batches import ENDPOINT, answers, as_jsonl, begin, ended, line
@@ -399,6 +403,43 @@ def test_answers_beyond_the_room_for_files_end_their_batch_and_not_the_next(
     client.files.delete(full.output_file_id)
     site.generator.script = lambda _: steps("y")
     assert ended(client, begin(client, [line("a")])).status == "completed"
+
+
+@pytest.mark.parametrize("part", ["answers", "state"])
+def test_a_full_disk_is_shown_and_the_batch_goes_on_when_there_is_room(
+    site: Site, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr("banyan.server.batches.DISK_RETRY_S", 0.01)
+    is_full, is_over = threading.Event(), threading.Event()
+    where = {"answers": (store_batches, "_write"), "state": (os, "replace")}[part]
+    write = getattr(*where)
+
+    def write_or_fail(*given: object) -> None:
+        if is_full.is_set() and (part == "answers" or "batch_" in str(given[0])):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*given)
+
+    monkeypatch.setattr(*where, write_or_fail)
+
+    def answer(_: object) -> list:
+        if not is_over.is_set():
+            is_full.set()
+        return steps("y")
+
+    site.generator.script = answer
+    batch = begin(client, [line(f"l{i}") for i in range(9)])
+
+    def errors() -> list[str]:
+        found = client.batches.retrieve(batch.id).errors
+        return [f"{e.code}: {e.message}" for e in found.data] if found else []
+
+    wait_until(errors, 20, "the full disk to show")
+    assert client.batches.retrieve(batch.id).status in ("in_progress", "finalizing")
+    is_over.set()
+    is_full.clear()
+    done = ended(client, batch)
+    assert (done.status, done.errors, done.request_counts.completed) == ("completed", None, 9)
+    assert sorted(answers(client, done.output_file_id)) == sorted(f"l{i}" for i in range(9))
 
 
 def test_lines_share_the_cache_of_the_key_that_made_their_batch(tmp_path: Path) -> None:

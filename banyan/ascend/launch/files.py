@@ -1,14 +1,22 @@
-"""Files that start a plan by hand, by Docker and Compose, and by Kubernetes."""
+"""Files that start a plan by hand, by Docker and Compose, and by Kubernetes.
+
+The settings of each host come first: `host.sh` sets them by hand, `host.yaml` by Kubernetes.
+"""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from banyan.ascend.launch.facts import Soc
+from banyan.ascend.launch.machine import (
+    GOVERNOR,
+    MANAGEMENT,
+    MIGRATION_NS,
+    SHARED_MEMORY_GB,
+    WANTED_SYSCTLS,
+)
 from banyan.ascend.launch.plan import LaunchPlan, PlannedNode, lines_of
 
 IMAGE = "banyan-npu"
-SHARED_MEMORY_GB = 16
-MANAGEMENT = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 DRIVER = (
     "/usr/local/sbin",
     "/usr/local/Ascend/driver",
@@ -19,6 +27,9 @@ DRIVER = (
 """Of the host, at the same place inside."""
 RESOURCE = "huawei.com/Ascend910"
 """What the vendor's device plugin calls one device in Kubernetes."""
+CACHE = "/var/cache/banyan"
+"""Folder for compiled kernels and downloads, of the host and inside; the image names it."""
+SYSCTL_FILE = "90-banyan.conf"
 
 
 def devices(soc: Soc) -> tuple[str, ...]:
@@ -27,8 +38,8 @@ def devices(soc: Soc) -> tuple[str, ...]:
 
 
 def mounts(model: str) -> tuple[str, ...]:
-    """HOST:INSIDE of the driver's folders and of the weights, all read-only."""
-    return tuple(f"{path}:{path}:ro" for path in (*DRIVER, model))
+    """HOST:INSIDE of the driver's folders and of the weights, read-only, and of the cache."""
+    return (*(f"{path}:{path}:ro" for path in (*DRIVER, model)), f"{CACHE}:{CACHE}")
 
 
 def docker_run(soc: Soc, model: str, name: str, command: Sequence[str]) -> str:
@@ -49,7 +60,7 @@ _LABEL = "banyan/node"
 
 def files_of(plan: LaunchPlan) -> dict[str, str]:
     """File name -> text, in the order in which they are read best."""
-    found: dict[str, str] = {}
+    found = {SYSCTL_FILE: _sysctls(), "host.sh": _host_script(), "host.yaml": _host_manifest()}
     for node in plan.nodes:
         found[f"{node.name}.env"] = "".join(f"{k}={v}\n" for k, v in node.variables.items())
         found[f"{node.name}.sh"] = _script(node)
@@ -59,6 +70,79 @@ def files_of(plan: LaunchPlan) -> dict[str, str]:
     found["compose.yaml"] = _compose(plan)
     found["kubernetes.yaml"] = _kubernetes(plan)
     return found
+
+
+def _sysctls() -> str:
+    """A file for /etc/sysctl.d."""
+    return "".join(f"{name} = {value}\n" for name, value in WANTED_SYSCTLS.items())
+
+
+def host_settings(root: str = "") -> str:
+    """Shell lines that set a running machine; `root` is where the host's /proc and /sys are.
+
+    Kernels from 5.13 on keep the migration cost in debugfs. What a machine does not have is
+    named and left out.
+    """
+    lines = [
+        "put() {",
+        '  if [ -w "$2" ]; then echo "$1" > "$2" && echo "$2 = $1"; else echo "$2 is not here"; fi',
+        "}",
+        *(
+            f"put {value} {root}/proc/sys/{name.replace('.', '/')}"
+            for name, value in WANTED_SYSCTLS.items()
+        ),
+        f"cost={root}/proc/sys/kernel/sched_migration_cost_ns",
+        f'[ -e "$cost" ] || cost={root}/sys/kernel/debug/sched/migration_cost_ns',
+        f'put {MIGRATION_NS} "$cost"',
+        f"for file in {root}/sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor; do",
+        f'  put {GOVERNOR} "$file"',
+        "done",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _host_script() -> str:
+    return (
+        "#!/bin/sh\n# As root on each node, once and after each change of the kernel.\nset -eu\n"
+        f'install -m 644 "$(dirname "$0")/{SYSCTL_FILE}" /etc/sysctl.d/{SYSCTL_FILE}\n'
+        f"mkdir -p {CACHE}\n{host_settings()}"
+    )
+
+
+def _host_manifest() -> str:
+    """The settings of host.sh for each machine that has the label of a plan."""
+    host = "/host"
+    container: dict[str, object] = {
+        "name": "settings",
+        "image": IMAGE,
+        "command": ["/bin/sh", "-c", f"{host_settings(host)}exec sleep infinity"],
+        "securityContext": {"privileged": True},
+        "volumeMounts": [{"name": name, "mountPath": f"{host}/{name}"} for name in ("proc", "sys")],
+    }
+    exists = {"key": _LABEL, "operator": "Exists"}
+    pod = {
+        "affinity": {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {
+                    "nodeSelectorTerms": [{"matchExpressions": [exists]}]
+                }
+            }
+        },
+        "containers": [container],
+        "volumes": [{"name": name, "hostPath": {"path": f"/{name}"}} for name in ("proc", "sys")],
+    }
+    labels = {"app": "banyan-host"}
+    return _yaml(
+        {
+            "apiVersion": "apps/v1",
+            "kind": "DaemonSet",
+            "metadata": {"name": "banyan-host"},
+            "spec": {
+                "selector": {"matchLabels": labels},
+                "template": {"metadata": {"labels": labels}, "spec": pod},
+            },
+        }
+    )
 
 
 def _script(node: PlannedNode) -> str:
@@ -133,7 +217,7 @@ def _manifests(node: PlannedNode, plan: LaunchPlan) -> Iterator[dict[str, object
         "metadata": {"name": node.name},
         "data": dict(node.variables),
     }
-    places = list(enumerate(m.split(":")[0] for m in mounts(plan.wish.model)))
+    places = list(enumerate(tuple(m.split(":")[:2]) for m in mounts(plan.wish.model)))
     container: dict[str, object] = {
         "name": "banyan",
         "image": IMAGE,
@@ -142,7 +226,7 @@ def _manifests(node: PlannedNode, plan: LaunchPlan) -> Iterator[dict[str, object
         "securityContext": {"privileged": True},
         "resources": {"limits": {RESOURCE: plan.wish.soc.devices}},
         "volumeMounts": [
-            *({"name": f"host-{at}", "mountPath": path} for at, path in places),
+            *({"name": f"host-{at}", "mountPath": inside} for at, (_, inside) in places),
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
@@ -157,11 +241,15 @@ def _manifests(node: PlannedNode, plan: LaunchPlan) -> Iterator[dict[str, object
         "nodeSelector": {_LABEL: node.name},
         "containers": [container],
         "volumes": [
-            *({"name": f"host-{at}", "hostPath": {"path": path}} for at, path in places),
+            *({"name": f"host-{at}", "hostPath": _host_path(path)} for at, (path, _) in places),
             {"name": "shm", "emptyDir": shared},
         ],
     }
     yield _deployment(node.name, pod)
+
+
+def _host_path(path: str) -> dict[str, object]:
+    return {"path": path, "type": "DirectoryOrCreate"} if path == CACHE else {"path": path}
 
 
 def _router_manifest(plan: LaunchPlan) -> dict[str, object]:

@@ -21,7 +21,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from banyan.ascend.launch.facts import SOCS, Soc
-from banyan.ascend.launch.files import MANAGEMENT, SHARED_MEMORY_GB
 from banyan.ascend.launch.findings import Breach, Finding, breach, finding_of
 from banyan.base.errors import ConfigError
 from banyan.base.os import num_cores
@@ -166,8 +165,11 @@ def _version_of(package: str) -> str:
         return ""
 
 
+SHARED_MEMORY_GB = 16
+MANAGEMENT = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+GOVERNOR = "performance"
 _GOVERNOR = "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
-_MIGRATION = "50000"
+MIGRATION_NS = "50000"
 _MIGRATION_FILES = (
     ("proc/sys/kernel/sched_migration_cost_ns", "sysctl -w kernel.sched_migration_cost_ns=50000"),
     (
@@ -175,6 +177,8 @@ _MIGRATION_FILES = (
         "echo 50000 > /sys/kernel/debug/sched/migration_cost_ns",
     ),
 )
+WANTED_SYSCTLS = {"vm.swappiness": "0", "kernel.numa_balancing": "0"}
+"""Kernel settings that every machine needs, in the form of sysctl.d."""
 _MOST_SWAPPINESS = 10
 _HIDDEN = "not exposed"
 _ABSENT = "not installed"
@@ -234,25 +238,24 @@ def _check(name: str, value: str, wanted: str, is_kept: bool, wrong: Breach) -> 
 
 
 def _system(box: Box, soc: Soc) -> Iterator[Check]:
-    for rule, name, path, wanted, most in (
-        ("23b", "vm.swappiness", "proc/sys/vm/swappiness", "0", _MOST_SWAPPINESS),
-        ("23c", "kernel.numa_balancing", "proc/sys/kernel/numa_balancing", "0", 0),
-    ):
-        value = box.read(path)
+    most_of = {"vm.swappiness": ("23b", _MOST_SWAPPINESS), "kernel.numa_balancing": ("23c", 0)}
+    for name, wanted in WANTED_SYSCTLS.items():
+        rule, most = most_of[name]
+        value = box.read(f"proc/sys/{name.replace('.', '/')}")
         is_kept = not value.isdigit() or int(value) <= most
         wrong = breach(rule, value=value, wanted=wanted)
         yield _check(name, value or _HIDDEN, wanted, is_kept, wrong)
     governor = box.read(_GOVERNOR)
-    is_kept = governor in ("", "performance")
-    wrong = breach("23a", value=governor, wanted="performance")
-    yield _check("scaling_governor", governor or _HIDDEN, "performance", is_kept, wrong)
+    is_kept = governor in ("", GOVERNOR)
+    wrong = breach("23a", value=governor, wanted=GOVERNOR)
+    yield _check("scaling_governor", governor or _HIDDEN, GOVERNOR, is_kept, wrong)
     for path, fix in _MIGRATION_FILES:
         cost = box.read(path)
         if cost:
-            wrong = breach("23d", value=cost, wanted=_MIGRATION, fix=fix)
-            yield _check("sched_migration_cost_ns", cost, _MIGRATION, cost == _MIGRATION, wrong)
+            wrong = breach("23d", value=cost, wanted=MIGRATION_NS, fix=fix)
+            yield _check("sched_migration_cost_ns", cost, MIGRATION_NS, cost == MIGRATION_NS, wrong)
             return
-    yield Check("sched_migration_cost_ns", _HIDDEN, _MIGRATION)
+    yield Check("sched_migration_cost_ns", _HIDDEN, MIGRATION_NS)
 
 
 def _packages(box: Box, soc: Soc) -> Iterator[Check]:

@@ -121,11 +121,23 @@ class BatchStore:
         return sum(not work.done() for work in self.work.values())
 
     async def save(self, batch: StoredBatch) -> None:
-        """Store a new state of a batch; it is on disk at return."""
+        """Store a new state of a batch; it is on disk at return.
+
+        Raises:
+            RequestError: 507; the disk is full or broken, and the batch is as it was before.
+        """
+        before = self.batches.get(batch.id)
         self.batches[batch.id] = batch
-        async with self._saving:
-            content = msgspec.json.encode(self.batches[batch.id])
-            await asyncio.to_thread(self.folder.write, batch.id + ".json", content)
+        try:
+            async with self._saving:
+                content = msgspec.json.encode(self.batches[batch.id])
+                await asyncio.to_thread(self.folder.write, batch.id + ".json", content)
+        except RequestError:
+            if self.batches[batch.id] is batch and before is not None:
+                self.batches[batch.id] = before
+            elif before is None:
+                del self.batches[batch.id]
+            raise
 
     async def make_room(self, owner: str) -> None:
         """Delete the oldest finished batch of the owner that has most if there are too many.
@@ -240,7 +252,7 @@ class AnswerLog:
         except OSError as error:
             raise CapacityError(
                 f"the answers of {len(answers)} lines cannot be written: {error.strerror}",
-                hint="free room on the disk; a new start goes on where this one ended",
+                hint="free room on the disk",
             ) from None
         self.answered.update((id, kind) for id, kind, _ in answers)
 

@@ -8,13 +8,14 @@ import pytest
 import yaml
 
 from banyan.ascend.launch.facts import SOCS, arguments_of_words, read_variables
-from banyan.ascend.launch.files import files_of
+from banyan.ascend.launch.files import files_of, host_settings
 from banyan.ascend.launch.plan import LaunchPlan, Wish, check_plan, lines_of, make_plan
 from banyan.base.errors import ConfigError
 from banyan.cli.main import main
 from banyan.config.env import Environment
 
 GOLDEN = Path(__file__).parent / "golden"
+DEPLOY = Path(__file__).parents[3] / "deploy" / "npu"
 DOCS = Path(__file__).parents[3] / "docs" / "ascend.md"
 V32 = {
     "model": "/models/DeepSeek-V3.2-W8A8",
@@ -283,3 +284,45 @@ def test_every_word_of_a_plan_is_a_flag_of_the_tables() -> None:
 def test_a_recipe_needs_a_plan_only_for_roles_it_has() -> None:
     with pytest.raises(ConfigError, match="--prefill and --decode"):
         make_plan(Wish("/models/DeepSeek-R1", SOCS["A3"], {"serve": ["a"]}))
+
+
+def test_the_host_script_sets_what_the_doctor_wants_and_names_what_is_not_there(
+    tmp_path: Path,
+) -> None:
+    found = {
+        "proc/sys/vm/swappiness": ("60", "0"),
+        "proc/sys/kernel/numa_balancing": ("1", "0"),
+        "sys/kernel/debug/sched/migration_cost_ns": ("500000", "50000"),
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": ("powersave", "performance"),
+        "sys/devices/system/cpu/cpu11/cpufreq/scaling_governor": ("powersave", "performance"),
+    }
+    for name, (before, _) in found.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(before)
+    (tmp_path / "proc/sys/kernel/numa_balancing").unlink()
+    done = subprocess.run(
+        ["sh", "-euc", host_settings(str(tmp_path))], capture_output=True, text=True, check=True
+    )
+    del found["proc/sys/kernel/numa_balancing"]
+    assert "numa_balancing is not here" in done.stdout
+    assert {name: (tmp_path / name).read_text().strip() for name in found} == {
+        name: after for name, (_, after) in found.items()
+    }
+
+
+def test_the_settings_of_a_host_reach_each_machine_of_a_plan_in_kubernetes() -> None:
+    schemas = pytest.importorskip("kubernetes_validate")
+    files = files_of(plan_of("deepseek-r1"))
+    (host,) = yaml.safe_load_all(files["host.yaml"])
+    schemas.validate(host, schemas.latest_version(), strict=True)
+    (container,) = host["spec"]["template"]["spec"]["containers"]
+    assert host_settings("/host") in container["command"][-1]
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted == {"/host/proc", "/host/sys"}
+
+
+def test_the_manifests_in_the_tree_are_those_that_the_recipe_writes() -> None:
+    plan = make_plan(Wish(soc=SOCS["A3"], model="/models/NAME", nodes={"serve": ["NODE"]}))
+    files = files_of(plan)
+    assert (DEPLOY / "host.yaml").read_text() == files["host.yaml"]
+    assert (DEPLOY / "serve.yaml").read_text() == files["kubernetes.yaml"]

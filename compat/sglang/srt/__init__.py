@@ -1,0 +1,1 @@
+"""Only `sglang.srt.disaggregation.launch_lb` is here."""

@@ -1,0 +1,1 @@
+"""`launch_lb` is the router for prefill and decode servers."""

@@ -1,0 +1,3 @@
+"""SGLang router's module names, served by Banyan."""
+
+import sglang as sglang  # refuses to load where the real package is installed
