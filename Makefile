@@ -50,7 +50,7 @@ test-border: $(VENV)/.test
 # moments of each kind, and deaths that only a deadline tells; takes half an hour, and prints the table of docs/operations.md.
 test-faults: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@FAULTS=20 $(BIN)/python -m pytest -s tests/system/test_self_healing.py tests/system/test_processes.py $(ARGS)
+	@FAULTS=20 $(BIN)/python -m pytest -s tests/system/test_self_healing.py tests/system/test_processes.py tests/system/test_shutdown.py $(ARGS)
 	@FAULT_MOMENTS=12 $(BIN)/python -m pytest tests/system/test_faults.py $(ARGS)
 
 # The same in every layout of ranks; with COUNT=2 one kill and one stop in each, some minutes.

@@ -103,6 +103,7 @@ def _log_as_before() -> Iterator[None]:
 
 LONGEST = [
     "system/test_processes",
+    "system/test_shutdown",
     "ops/test_cpu_build",
     "border/test_real_runner",
     "ops/test_cpu_attention",

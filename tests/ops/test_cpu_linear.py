@@ -228,7 +228,8 @@ def test_a_row_of_bf16_is_the_same_bits_beside_1_to_40_others(library, inputs):
     linear = pack_linear(library, weight)
     alone = torch.cat([linear(x[row : row + 1]).clone() for row in range(40)])
 
-    for rows in range(1, 41):
+    around_tiles = (2, 15, 16, 17, 31, 32, 33, 40)
+    for rows in range(1, 41) if inputs < 1000 else around_tiles:
         assert torch.equal(linear(x[:rows]), alone[:rows])
         assert torch.equal(linear(x[40 - rows :]), alone[40 - rows :])
 

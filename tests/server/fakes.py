@@ -238,7 +238,7 @@ class Site:
         )
         thread.start()
         try:
-            with httpx.Client(base_url=self.url, timeout=10) as self.http:
+            with httpx.Client(base_url=self.url, timeout=10, verify=False) as self.http:
                 yield self
         finally:
             self.call(self.app.end_all, "The test is over.")

@@ -49,7 +49,7 @@ class Process:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20, verify=False)
 
     def wait_line(self, part: str) -> None:
         """Wait for a log line that holds `part`."""

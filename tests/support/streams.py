@@ -34,7 +34,9 @@ class Stream:
         url, sampling, prompt = self._arguments
         body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
         try:
-            with httpx.stream("POST", f"{url}/generate", json=body, timeout=CALL_S) as answer:
+            with httpx.stream(
+                "POST", f"{url}/generate", json=body, timeout=CALL_S, verify=False
+            ) as answer:
                 assert answer.status_code == 200, answer.read()
                 for event in stream_events(answer):
                     self.events.append(event)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from banyan.llm import Engine
+from tests.support.pools import EnginePool, ServerPool
 from tests.system.checkpoint import write_tiny_model
+from tests.system.handing import FLAGS
 from tests.system.serving import Server, serving
 
 StartServer = Callable[..., contextlib.AbstractContextManager[Server]]
@@ -29,19 +32,38 @@ def server(tiny_model: Path, tmp_path: Path) -> StartServer:
     return start
 
 
-@pytest.fixture(scope="module")
-def shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server on the tiny model for every test of a file that leaves it as it was."""
-    log = tmp_path_factory.mktemp("shared") / "server.log"
-    with serving(log, *with_tiny_model((), tiny_model)) as running:
+@pytest.fixture(scope="session")
+def server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    pool = ServerPool(tmp_path_factory.mktemp("servers"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def engine_pool() -> Iterator[EnginePool]:
+    pool = EnginePool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def shared_server(tiny_model: Path, server_pool: ServerPool) -> Iterator[Server]:
+    """A server on the tiny model, for tests that leave it as it was."""
+    with server_pool.borrow(*with_tiny_model((), tiny_model)) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
-def demo_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server on the demo model for every test of a file."""
-    log = tmp_path_factory.mktemp("demo") / "server.log"
-    with serving(log, "--model-path", "demo") as running:
+@pytest.fixture
+def single(tiny_model: Path, engine_pool: EnginePool) -> Iterator[Engine]:
+    """An engine of this process on the tiny model, as an oracle for other layouts."""
+    with engine_pool.borrow(tiny_model, **FLAGS) as running:
+        yield running
+
+
+@pytest.fixture
+def demo_server(demo_model: Path, server_pool: ServerPool) -> Iterator[Server]:
+    """A server on the demo model, for tests that leave it as it was."""
+    with server_pool.borrow("--model-path", "demo") as running:
         yield running
 
 

@@ -2,17 +2,27 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.support.pools import ServerPool
 from tests.system.checkpoint import CONTEXT
+from tests.system.conftest import with_tiny_model
 from tests.system.serving import Server, status_of
 from tests.system.watch import Canary
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 PROMPT = {"prompt": "hello", "max_tokens": 4}
 IDS = {"input_ids": [5, 6, 7]}
+
+
+@pytest.fixture(scope="module")
+def shared_server(tiny_model: Path, server_pool: ServerPool) -> Iterator[Server]:
+    """One for the whole file, beside whose tests the canary runs."""
+    with server_pool.borrow(*with_tiny_model((), tiny_model)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module", autouse=True)

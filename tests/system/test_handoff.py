@@ -30,13 +30,6 @@ ALL = bool(os.environ.get("PARALLEL"))
 
 
 @pytest.fixture(scope="module")
-def single(tiny_model: Path) -> Iterator[Engine]:
-    """One engine that does it all."""
-    with Engine(str(tiny_model), **FLAGS) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def pair(tiny_model: Path) -> Iterator[Pair]:
     with engines(tiny_model, {"chunked_prefill_size": 64}) as found:
         yield found

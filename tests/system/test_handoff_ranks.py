@@ -45,12 +45,6 @@ def told(found: dict) -> dict[str, object]:
     return {"ids": found["output_ids"], "end": meta["finish_reason"]}
 
 
-@pytest.fixture(scope="module")
-def single(tiny_model: Path) -> Iterator[Engine]:
-    with Engine(str(tiny_model), **FLAGS) as engine:
-        yield engine
-
-
 @pytest.fixture(scope="module", params=LAYOUTS if ALL else ["pp 2 to tp 2"])
 def pair(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Pair]:
     """Their pages are cut by tokens too."""

@@ -29,12 +29,6 @@ def settle(pair: Pair) -> None:
     wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all pages back")
 
 
-@pytest.fixture(scope="module")
-def single(tiny_model: Path) -> Iterator[Engine]:
-    with Engine(str(tiny_model), **FLAGS) as engine:
-        yield engine
-
-
 @pytest.fixture(scope="module", params=SIZES, ids=str)
 def pair(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Pair]:
     """Pieces of a prompt end within pages of either side."""

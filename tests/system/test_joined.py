@@ -58,6 +58,7 @@ def test_joined_replicas_give_the_tokens_of_one_rank(variant, tmp_path):
         assert max(abs(a - b) for a, b in zip(values, close, strict=True)) <= 1e-5
 
 
+@pytest.mark.full
 def test_dense_blocks_that_cannot_be_cut_are_whole_on_every_rank(tmp_path):
     """81 columns cannot be cut in two; the experts beside them can."""
     tiny("deepseek v3", tmp_path, intermediate_size=81)

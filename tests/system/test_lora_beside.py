@@ -135,7 +135,7 @@ def test_ranks_that_share_out_a_step_give_each_token_what_its_own_adapter_adds(
         tokens, values = answers(alone, names)
         changed = np.abs(values - answers(alone, [None] * 6)[1]).max(1) > 1e-2
     assert changed.tolist() == [name is not None for name in names]
-    for layout in SHARING[variant] if IS_ALL else SHARING[variant][:2]:
+    for layout in SHARING[variant] if IS_ALL else SHARING[variant][1:2]:
         with Engine(str(base), **flags, **layout, chunked_prefill_size=32) as shared:
             for _ in range(2):  # then from the cache
                 same, close = answers(shared, names)

@@ -23,13 +23,13 @@ class Weather(BaseModel):
     unit: Literal["celsius", "fahrenheit"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(demo_server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=demo_server.url + "/v1", api_key="none", max_retries=0) as it:
         yield it
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
 

@@ -15,6 +15,7 @@ CROWD = 32
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path):
     flags = {"max_total_tokens": 16384, "page_size": PAGE, "log_level": "error", "threads": 1}
+    flags |= {"engine_mode": "inprocess"}
     with Engine(model_path=str(tiny_model), **flags) as running:
         yield running
 

@@ -12,7 +12,7 @@ import shutil
 import signal
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from banyan.ops.cpu.build import BuildError, cached_library
 from banyan.server.lifecycle.startup import READY_LINE
-from tests.system.serving import launch, run_to_end, wait_until
+from tests.system.serving import Server, launch, run_to_end, serving, wait_until
 
 LIMIT_S = 5.0
 """CPU seconds."""
@@ -113,8 +113,16 @@ def test_the_phases_that_are_printed_account_for_the_time_it_took(server):
         assert info["startup_time"] == pytest.approx(total_s, rel=0.05)
 
 
+@pytest.fixture
+def demo_server(demo_model: Path, log: Path) -> Iterator[Server]:
+    """One that nothing was asked yet."""
+    with serving(log, "--model-path", "demo") as running:
+        yield running
+
+
 def test_memory_is_bounded_by_the_size_of_the_model(demo_model, demo_server):
     """350 MiB for the libraries of all processes, weights once and a half, pages that are used."""
+    wait_until(lambda: READY_LINE in demo_server.log.read_text(), PATIENCE_S, READY_LINE)
     info = demo_server.http.get("/server_info").json()
     assert info["facts"]["memory"]["weight_bytes"] == demo_model.stat().st_size
     assert info["facts"]["memory"]["process_bytes"] > demo_model.stat().st_size

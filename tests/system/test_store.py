@@ -57,11 +57,10 @@ def start(tiny_model: Path, folder: Path) -> Iterator[OpenEngine]:
         engine.shutdown()
 
 
-@pytest.fixture(scope="module")
-def right(tiny_model: Path) -> dict[str, object]:
+@pytest.fixture
+def right(single: Engine) -> dict[str, object]:
     """What an engine without a store answers."""
-    with Engine(str(tiny_model), **FLAGS) as plain:
-        return answer(plain)
+    return answer(single)
 
 
 def ask(engine: Engine, prompt: list[int] = PROMPT, **fields: object) -> dict:

@@ -9,6 +9,7 @@ import httpx
 import jsonschema
 import pytest
 
+from tests.support.pools import ServerPool
 from tests.system.serving import Server, serving, settled, wait_until
 
 CITY = {
@@ -29,12 +30,14 @@ WEATHER = {
 AS_CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
 
 
-@pytest.fixture(scope="module")
-def constrained(demo_model: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def with_backend(name: str) -> tuple[str, ...]:
+    return ("--model-path", "demo", "--grammar-backend", name, "--check-ledger")
+
+
+@pytest.fixture
+def constrained(demo_model: object, server_pool: ServerPool) -> Iterator[Server]:
     """The demo model with the backend that every installation has."""
-    log = tmp_path_factory.mktemp("structured") / "server.log"
-    flags = ("--model-path", "demo", "--grammar-backend", "llguidance", "--check-ledger")
-    with serving(log, *flags) as running:
+    with server_pool.borrow(*with_backend("llguidance")) as running:
         yield running
 
 
@@ -169,7 +172,7 @@ def test_what_is_forced_is_not_sampled_and_stays_the_same(constrained: Server):
 
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_a_constrained_answer_is_the_same_however_the_steps_fall(
-    demo_model: object, tmp_path_factory, backend: str
+    demo_model: object, server_pool: ServerPool, backend: str
 ):
     """What is forced can be written in several ways, and a jump may come sooner or later."""
     body = {
@@ -177,8 +180,7 @@ def test_a_constrained_answer_is_the_same_however_the_steps_fall(
         "sampling_params": {"json_schema": json.dumps(NAMES), "max_new_tokens": 90},
     }
     body["sampling_params"]["temperature"] = 0
-    log = tmp_path_factory.mktemp("falls") / "server.log"
-    with serving(log, "--model-path", "demo", "--grammar-backend", backend) as server:
+    with server_pool.borrow(*with_backend(backend)) as server:
         alone = server.generate(**body)["output_ids"]
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda _: server.generate(**body)["output_ids"], range(24)))

@@ -46,7 +46,8 @@ def test_texts_are_tokenized_in_so_many_processes(tokenizing: Server, tiny_model
     before, own_before = cpu_s(*found), cpu_s(psutil.Process(tokenizing.pid))
     with ThreadPoolExecutor(8) as pool, watched(tokenizing) as seen:
         ids = list(pool.map(lambda _: tokens(tokenizing, text), range(24)))
-    assert all(one == load_tokenizer(str(tiny_model)).encode(text) for one in ids)
+    expected = load_tokenizer(str(tiny_model)).encode(text)
+    assert all(one == expected for one in ids)
     spent, own_spent = cpu_s(*found) - before, cpu_s(psutil.Process(tokenizing.pid)) - own_before
     print(f"in processes {spent:.2f} s, in the server {own_spent:.2f} s, {seen}")
     assert spent > 0 and seen.blocked_s < MAX_BLOCKED_S
@@ -54,7 +55,7 @@ def test_texts_are_tokenized_in_so_many_processes(tokenizing: Server, tiny_model
 
 
 def test_every_route_gives_the_answers_of_a_server_without_them(
-    tokenizing: Server, server: object
+    tokenizing: Server, shared_server: Server
 ) -> None:
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "seed": 1}
     text = {"prompt": "Hello you", "max_tokens": 4, "temperature": 0}
@@ -75,8 +76,7 @@ def test_every_route_gives_the_answers_of_a_server_without_them(
         with ThreadPoolExecutor(24) as pool:
             return list(pool.map(ask, range(24)))
 
-    with server() as other:
-        assert texts(tokenizing) == texts(other)
+    assert texts(tokenizing) == texts(shared_server)
 
 
 def test_a_turn_of_a_session_and_a_stream_are_tokenized_there_too(tokenizing: Server) -> None:

@@ -67,13 +67,12 @@ def quick_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
 
 
-@pytest.mark.parametrize("spelling", ["--otlp-traces-endpoint", "--oltp-traces-endpoint"])
-def test_a_request_is_a_trace_with_its_phases(
-    server: StartServer, collector: Collector, spelling: str
-) -> None:
+def test_a_request_is_a_trace_with_its_phases(server: StartServer, collector: Collector) -> None:
     address = f"http://127.0.0.1:{collector.port}"
-    words = ("--enable-trace", spelling, address, "--otlp-service-name", "answers")
-    with server(*traced(*words)) as it:
+    service = ("--otlp-service-name", "answers")
+    flags = traced("--enable-trace", "--otlp-traces-endpoint", address, *service)
+    assert flags == traced("--enable-trace", "--oltp-traces-endpoint", address, *service)
+    with server(*flags) as it:
         headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "a=b"}
         answer = it.http.post("/v1/completions", json=PROMPT, headers=headers)
         assert answer.status_code == 200

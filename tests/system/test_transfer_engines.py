@@ -22,12 +22,6 @@ from tests.system.test_handoff_sizes import KINDS, computed, settle, written
 BACKENDS = ("mooncake", "nixl")
 
 
-@pytest.fixture(scope="module")
-def single(tiny_model: Path) -> Iterator[Engine]:
-    with Engine(str(tiny_model), **FLAGS) as engine:
-        yield engine
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
 def pair(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory

@@ -94,7 +94,7 @@ BATTERY = (
         "T5",
         "a server killed at 12 moments of its start and under load",
         "no process, socket or shared memory is left",
-        f'{SYSTEM}/test_faults.py {SYSTEM}/test_processes.py -k "killed_at_any or outlives"',
+        f'{SYSTEM}/test_faults.py {SYSTEM}/test_shutdown.py -k "killed_at_any or outlives"',
         "FAULT_MOMENTS=12",
     ),
     Line(

@@ -363,7 +363,7 @@ FLAGS = (
         low=0.0,
         high=FOREVER_S,
         documented=False,
-        proof="tests/system/test_processes.py"
+        proof="tests/system/test_shutdown.py"
         "::test_a_stream_that_outlives_the_drain_timeout_gets_a_final_event",
     ),
     Flag(

@@ -108,6 +108,7 @@ def test_a_prefix_is_taken_from_the_cache_within_one_adapter(engine, cpu) -> Non
             compare([found], answers(cpu, [name], [ids]), NEAR)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [pytest.param("eager", marks=IN_ALL), "captured"])
 def test_prompts_in_chunks_and_requests_retracted_give_the_same_answers(
     npu, model, named, cpu, steps
@@ -229,6 +230,7 @@ OF = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=() if name == "tp" else IN_ALL) for name in LAYOUTS]
 )

@@ -110,7 +110,7 @@ def test_a_prefix_is_taken_from_the_cache_and_changes_nothing(engine, cpu):
     compare([again], answer(cpu, [second]))
 
 
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("steps", [pytest.param("eager", marks=pytest.mark.full), "captured"])
 def test_prompts_in_chunks_and_requests_retracted_give_the_same_answers(start, cpu, steps):
     ids = prompts(6, 200)
     few = {"chunked_prefill_size": 64, "max_total_tokens": 8 * PAGE}

@@ -95,7 +95,10 @@ def exchange(rank: int, size: int, address: str, kind: str) -> list:
     return how_far(platform, packed, dense, ranks, tokens_of)
 
 
-@pytest.mark.parametrize("kind", [BIASED, ROUNDED, pytest.param(PLAIN, marks=IN_ALL)])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(BIASED, marks=pytest.mark.full), ROUNDED, pytest.param(PLAIN, marks=IN_ALL)],
+)
 def test_what_comes_back_is_the_sum_over_the_experts(npu: EmulatedNpu, tmp_path, kind: str) -> None:
     for found in together(2, tmp_path, exchange, kind):
         assert isinstance(found, list), found

@@ -142,6 +142,7 @@ LAYOUTS = {
 IN_TEST = "tp 2 to tp 2"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=() if name == IN_TEST else IN_ALL) for name in LAYOUTS],

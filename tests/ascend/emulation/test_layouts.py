@@ -230,6 +230,7 @@ def odd(driver: Ranks, rank: int) -> list[tuple]:
     return [(request.output, request.failure) for request in (*first, *second)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in IN_TEST else IN_ALL) for n in LAYOUTS]
 )

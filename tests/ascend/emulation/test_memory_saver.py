@@ -69,6 +69,7 @@ def test_tags_come_back_one_by_one_and_weights_may_be_others(npu: EmulatedNpu, m
         assert ask(engine) == first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [{"tp_size": 2}])
 def test_every_rank_releases_its_memory(npu: EmulatedNpu, model: Path, ranks: dict) -> None:
     with start(model, **{**FLAGS, "engine_mode": "normal"}, **ranks, **CAPTURED) as engine:
@@ -79,7 +80,12 @@ def test_every_rank_releases_its_memory(npu: EmulatedNpu, model: Path, ranks: di
 
 
 @pytest.mark.parametrize(
-    ("variant", "steps"), [("qwen3", CAPTURED), ("qwen3 moe", EAGER), ("deepseek v3", CAPTURED)]
+    ("variant", "steps"),
+    [
+        pytest.param("qwen3", CAPTURED, marks=pytest.mark.full),
+        ("qwen3 moe", EAGER),
+        pytest.param("deepseek v3", CAPTURED, marks=pytest.mark.full),
+    ],
 )
 def test_weights_with_a_backup_come_back_without_their_files(
     npu: EmulatedNpu, tmp_path: Path, variant: str, steps: dict
