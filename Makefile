@@ -1,5 +1,5 @@
 # make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | bench
-#      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | docs | clean | wheel | test-wheel
+#      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | docs | clean | wheel | test-wheel | test-chart
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -21,7 +21,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
-.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types docs clean wheel test-wheel
+.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types docs clean wheel test-wheel test-chart
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -63,6 +63,10 @@ test-rank-faults: $(VENV)/.test
 test-pair-faults: $(VENV)/.test $(if $(BY),.transfer/$(BY:ascend=memfabric)/.installed)
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@PAIR_FAULTS=$(or $(COUNT),1) $(if $(BY),PAIR_TRANSFER=$(BY) PYTHONPATH=.transfer/$(BY:ascend=memfabric)) $(BIN)/python -m pytest -s tests/system/test_pair_faults.py $(ARGS)
+
+# The Helm chart with Helm's own library (80 MB, in .helm).
+test-chart: $(VENV)/.test .helm/.installed
+	@PYTHONPATH=.helm $(BIN)/python -m pytest tests/deploy $(ARGS)
 
 # Fifty adapters that come and go under 10,000 requests while ranks are killed; some minutes.
 test-lora: $(VENV)/.test
@@ -223,7 +227,7 @@ types: $(VENV)/.dev $(VENV)/.test
 	@$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .cuda .trust .transfer .wheel .ruff_cache .pytest_cache .hypothesis result.jsonl peers.json
+	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .cuda .trust .transfer .wheel .helm .ruff_cache .pytest_cache .hypothesis result.jsonl peers.json
 	find banyan benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo "Compiled kernels and downloaded models are kept in ~/.cache: rm -r ~/.cache/banyan"
 
@@ -315,6 +319,10 @@ $(VENV)/.dev: $(VENV)/.installed
 .transfer/%/.installed: | $(VENV)/.installed
 	@echo "Installing $* into $(@D)"
 	@$(PIP) install --target $(@D) $(PACKAGES)
+	@touch $@
+
+.helm/.installed: $(VENV)/.installed
+	@$(PIP) install --target .helm helm-python-sdk
 	@touch $@
 
 .cuda/.installed: $(VENV)/.installed
