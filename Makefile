@@ -18,7 +18,7 @@ PATIENCE = --timeout=900 --timeout-method=signal -o faulthandler_timeout=840
 export PYTHONDONTWRITEBYTECODE =
 NPU_RELEASES = 2.13.0 2.14.0
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
-  .clients/instructor/.installed .clients/node/.installed \
+  .clients/instructor/.installed .clients/node/.installed .clients/agents/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
 .PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types docs clean wheel test-wheel test-chart
@@ -103,7 +103,7 @@ test-parsers: $(VENV)/.test
 test-hostile: $(VENV)/.test
 	@HOSTILE=all $(BIN)/python -m pytest tests/system/test_hostile_requests.py $(ARGS)
 
-# Clients of others against a real server, each in an environment of its own (1 GB in all).
+# Clients and coding agents of others, each in an environment of its own (2 GB in all).
 test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest tests/clients tests/system/test_openai_client.py $(ARGS)
@@ -346,3 +346,11 @@ $(VENV)/.dev: $(VENV)/.installed
 	  echo "Installing openai and zod into $(@D)"; \
 	  npm install --prefix $(@D) --no-audit --no-fund --silent openai zod && touch $@; \
 	else echo "npm is not here: the tests of its client are skipped"; fi
+
+.clients/agents/.installed:
+	@mkdir -p $(@D)
+	@if command -v npm >/dev/null 2>&1; then \
+	  echo "Installing Codex, Claude Code and the AI SDK into $(@D) (700 MB)"; \
+	  npm install --prefix $(@D) --no-audit --no-fund --silent @openai/codex @anthropic-ai/claude-code ai @ai-sdk/openai-compatible \
+	  && touch $@; \
+	else echo "npm is not here: the tests of coding agents are skipped"; fi

@@ -166,9 +166,10 @@ class EngineCore:
 
         Called only after an input, so that the journal reproduces the decision.
         """
-        if self._queued_ops or self._running_ops is not None:
+        adapters = self.scheduler.adapters
+        if adapters is None or self._queued_ops or self._running_ops is not None:
             return
-        wanted = wanted_adapters(self.scheduler.adapters, self.scheduler.request_table)
+        wanted = wanted_adapters(adapters, self.scheduler.request_table)
         if wanted is not None:
             self._queued_ops.append(wanted)
 

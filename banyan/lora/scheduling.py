@@ -372,13 +372,6 @@ class Adapters:
         return self._uses
 
 
-def has_place(
-    request: Request, adapters: Adapters | None, request_table: RequestTable, now: float
-) -> bool:
-    """As `Adapters.may_enter`; yes where there are none."""
-    return adapters is None or adapters.may_enter(request, request_table.running, now)
-
-
 def listed(names: Sequence[str]) -> str:
     """The adapters that there are, for people."""
     if not names:
@@ -423,10 +416,8 @@ def change_adapters(
         request_table.events.append(Reply(call, False, text))
 
 
-def wanted_adapters(adapters: Adapters | None, request_table: RequestTable) -> RunControlOps | None:
+def wanted_adapters(adapters: Adapters, request_table: RequestTable) -> RunControlOps | None:
     """The control ops that load and unload adapters, if any are due."""
-    if adapters is None:
-        return None
     wanted = adapters.wanted(request_table.waiting, request_table.running)
     if wanted is None or wanted.ops:
         return wanted

@@ -151,6 +151,26 @@ class RequestSpec:
         return replace(self, message=msgspec.structs.replace(self.message, **changes))
 
 
+@dataclass
+class TracedCall:
+    """A request of any listener, for its trace span.
+
+    Attributes:
+        began_s: monotonic time of its arrival.
+        name, attributes: of the span.
+        status: attribute with the status that the caller gets, {} = none yet. The argument is the
+            error that ended the request.
+        trace: value of `traceresponse`, set by the span; "" = not traced.
+    """
+
+    context: RequestContext
+    began_s: float
+    name: str
+    attributes: Mapping[str, str]
+    status: Callable[[RequestError | None], Mapping[str, int]]
+    trace: str = ""
+
+
 @dataclass(frozen=True)
 class PromptSpec:
     """One prompt and its own part of a request.

@@ -64,6 +64,7 @@ _HOP_BY_HOP = (
     b"content-length",
 )
 _TENANT = TENANT.encode()
+_TOKENIZE = "/tokenize"
 _NOT_SENT = (*_HOP_BY_HOP, _TENANT, b"host", b"origin", b"proxy-authorization")
 _NOT_RETURNED = (*_HOP_BY_HOP, b"date", b"server")
 
@@ -190,9 +191,10 @@ class ForwardedRequest:
         tokenizer_worker = pool.tokenizer_worker if is_read else None
         tokens: Sequence[int] = ()
         if tokenizer_worker is not None:
-            tokens = await tokens_of(
-                exchange.request.body, self._request.headers_for(tokenizer_worker), tokenizer_worker
-            )
+            own = self._request.headers_for(tokenizer_worker)
+            headers = [(name, value) for name, value in own if name == b"authorization"]
+            headers += signed_caller(exchange, self._state, "POST", _TOKENIZE)
+            tokens = await tokens_of(exchange.request.body, headers, tokenizer_worker)
         asked = RoutingRequest(prompt, exchange.request.header(ROUTING_KEY), tokens)
         most = len(pool.workers) if self._again is not RETRIED_STATUSES else 1 + self._retry.most
         for number in range(1 if self._retry.is_off else most):
@@ -333,11 +335,18 @@ def outgoing(exchange: HttpExchange, state: RouterState) -> OutgoingRequest:
         for name, value in exchange.request.headers.items()
         if name not in _NOT_SENT and not name.startswith(b"sec-")
     ]
-    context = exchange.context
-    if state.signer is not None and context.tenant:
-        headers.append((_TENANT, state.signer.sign(context.tenant, context.is_admin).encode()))
     method = "GET" if exchange.request.method == "HEAD" else exchange.request.method
+    headers += signed_caller(exchange, state, method, exchange.request.path)
     return OutgoingRequest(method, target, headers, exchange.request.body)
+
+
+def signed_caller(exchange: HttpExchange, state: RouterState, method: str, path: str) -> Headers:
+    """The header that names the caller of a request to a worker; none without a secret."""
+    context = exchange.context
+    if state.signer is None or not context.tenant:
+        return []
+    value = state.signer.sign(context.tenant, context.is_admin, method, path)
+    return [(_TENANT, value.encode())]
 
 
 def is_worker_good(answer: UpstreamResponse, body: bytes, asked: Headers) -> bool | None:
@@ -444,9 +453,9 @@ async def tokens_of(body: bytes, headers: Headers, worker: Worker) -> list[int]:
         return []
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            own = [(name, value) for name, value in headers if name in (b"authorization", _TENANT)]
-            own.append((b"content-type", b"application/json"))
-            answer = await worker.upstream.send("POST", b"/tokenize", own, orjson.dumps(question))
+            sent = [*headers, (b"content-type", b"application/json")]
+            asked = orjson.dumps(question)
+            answer = await worker.upstream.send("POST", _TOKENIZE.encode(), sent, asked)
             reply: object = orjson.loads(await answer.whole(_MOST_ANSWER_BYTES))
     except (WorkerUnreachable, WorkerLost, TimeoutError, orjson.JSONDecodeError):
         return []

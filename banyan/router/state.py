@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,7 +14,6 @@ from banyan.router.config import LimitConfig, RouterConfig
 from banyan.router.worker import Worker
 from banyan.router.worker_pool import WorkerPool
 from banyan.server.errors import RETRY_AFTER_S
-from banyan.server.http.app import RequestScope
 from banyan.server.http.auth import Keys, TenantSigner, open_signer
 from banyan.server.http.exchange import HttpExchange
 
@@ -159,9 +158,9 @@ class RouterState:
         self.keys = Keys(server.api_key, server.api_key_file)
         self.signer = open_signer(self.settings.secret)
 
-    @property
-    def request_scopes(self) -> Sequence[RequestScope]:
-        return ()
+    def request_scopes(self, call: object) -> list[AbstractContextManager[None]]:
+        """A router has no spans and no labels of its own."""
+        return []
 
     def retry_after_s(self) -> int:
         return RETRY_AFTER_S

@@ -65,7 +65,7 @@ def branches_of(
 ) -> dict[int, Branches]:
     """Draft trees by row index; parents: of the drafts of each slot that has a tree."""
     found: dict[int, Branches] = {}
-    for at, (_, row) in enumerate(rows if parents else ()):
+    for at, (_, row) in enumerate(rows):
         mine = parents.get(row.slot, ())[: row.drafts]
         if not is_chain(mine):
             assert row.count == row.drafts + 1, "a tree starts at the newest token"

@@ -278,10 +278,11 @@ class ModelRunner:
         begun = self.begin(plan)
         finish = self.end(begun, mask_of)
         # Rank 0 may read or reuse pages of all ranks once a step has ended, so all must be done.
-        other_ranks = copy_after(self.store, plan.copies, self._ranks)
-        if other_ranks is None:
-            return finish
-        return finish_after(self.platform.fetch([other_ranks]), finish)
+        if plan.copies or self.store.is_shared:
+            other_ranks = copy_after(self.store, plan.copies, self._ranks)
+            if other_ranks is not None:
+                return finish_after(self.platform.fetch([other_ranks]), finish)
+        return finish
 
     def begin_copies(self, copies: list[PageCopy]) -> CopyResult:
         """Give copies to and from a store to the mover; returns the result of the others, which are
@@ -389,7 +390,8 @@ class ModelRunner:
         while missing > 0:
             good.append((len(rows), Row(PADDING_SLOT, 0, min(missing, self._table.max_length))))
             missing -= self._table.max_length
-        return Batch.of(good, branches_of(good, self._table.parents)), failed
+        trees = self._table.parents
+        return Batch.of(good, branches_of(good, trees) if trees else {}), failed
 
     def _run(self, batch: Batch, plan: StepPlan) -> MultiStep | None:
         """The forward pass. While a trace is recorded, its ops are timed too.

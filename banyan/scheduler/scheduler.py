@@ -13,7 +13,7 @@ from banyan.base.ids import RequestId, StepId
 from banyan.disaggregation.scheduling import disaggregation_side
 from banyan.grammar.base import Grammar, GrammarFactory
 from banyan.kv_cache.cache import KVCache, Match
-from banyan.lora.scheduling import Adapters, has_place
+from banyan.lora.scheduling import Adapters
 from banyan.messages.disaggregation import KVTransferEvent, PrefillResult, TransferFailed
 from banyan.messages.plan import CopyResult, Join, RowFailure, RowScores, StepResult
 from banyan.messages.requests import Generate
@@ -86,7 +86,8 @@ class Scheduler:
         self._grammars = grammars
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)
         self._admission = Admission(cache, limits, self._ratio)
-        self._micro_batches = MicroBatches(limits)
+        has_stages = limits.token_gap > 0 or limits.micro_batch > 0
+        self._micro_batches = MicroBatches(limits) if has_stages else None
         self._planner = RowPlanner(cache, limits, self.speculation)
         self._outputs = OutputProcessor(
             cache, self.request_table, self.disaggregation, limits.depth
@@ -125,7 +126,8 @@ class Scheduler:
         )
         self._fair_queue.join(request, self.request_table.alive)
         self.request_table.add(request)
-        self.store_fetcher.look_up(request, now)
+        if self.cache.tier is not None:
+            self.store_fetcher.look_up(request, now)
         if self.disaggregation is not None:
             self.disaggregation.on_queued(request)
 
@@ -227,7 +229,8 @@ class Scheduler:
         """Process the result of the oldest step in flight."""
         self._now = now
         flights = self.flights.pop(result.step, [])
-        self.store_fetcher.note_step(sum(f.tokens for f in flights), result.seconds)
+        if self.cache.tier is not None:
+            self.store_fetcher.note_step(sum(f.tokens for f in flights), result.seconds)
         if result.error:
             self._fail_step(result, flights)
             return
@@ -282,7 +285,9 @@ class Scheduler:
     # -- running requests ---------------------------------------------------------------------
 
     def _plan_running(self, builder: StepPlanBuilder) -> None:
-        for request in self._micro_batches.select(self.request_table.running, builder):
+        running = self.request_table.running
+        batches = self._micro_batches
+        for request in list(running) if batches is None else batches.select(running, builder):
             if request.state != RUNNING:
                 continue  # retracted for a request of higher rank
             if self._planner.plan(request, builder) is Planned.STARVED:
@@ -362,16 +367,18 @@ class Scheduler:
         if not table.slots.free and not has_store:
             return  # the usual case in an overload: sorting a long queue would take time
         reserved = admission.reserve(table.running)
-        self.store_fetcher.start_loads(
-            table.waiting, lambda request, match: admission.fits(request, match, reserved)
-        )
+        if has_store:
+            self.store_fetcher.start_loads(
+                table.waiting, lambda request, match: admission.fits(request, match, reserved)
+            )
         if not table.slots.free:
             return
         ordered = self._policy(table.waiting, self._probe)
         for request in self._fair_queue.interleave(ordered, self._now):
             if request.flights or self._is_blocked(request):
                 continue  # retracted with its last token in flight, or waiting for something
-            is_full = builder.budget <= 0 or self._micro_batches.is_full(builder)
+            batches = self._micro_batches
+            is_full = builder.budget <= 0 or (batches is not None and batches.is_full(builder))
             if is_full or not table.slots.free:
                 return
             while not self._enter(request, builder, reserved):
@@ -384,7 +391,7 @@ class Scheduler:
         """Give the request a slot, a lease and its first row; False (and nothing changed) if it
         does not fit.
         """
-        if not has_place(request, self.adapters, self.request_table, self._now):
+        if not self._has_adapter_place(request):
             return False
         match = prefix_of(request, self.cache)
         if not self._admission.fits(request, match, reserved):
@@ -421,18 +428,24 @@ class Scheduler:
             stats.admitted_s = self._now
             if request.incoming is None:
                 stats.cached_tokens = match.tokens
-            stats.stored_tokens = self.store_fetcher.stored_tokens(request, match)
+            if request.fetch is not None:
+                stats.stored_tokens = self.store_fetcher.stored_tokens(request, match)
             self.counters.cached_tokens += match.tokens
             self.counters.stored_tokens += stats.stored_tokens
         return True
 
     def _is_blocked(self, request: Request) -> bool:
         """Whether it waits for its adapter, for the store, or for its KV transfer."""
-        if not has_place(request, self.adapters, self.request_table, self._now):
+        if not self._has_adapter_place(request):
             return True
         if self.disaggregation is not None and self.disaggregation.is_blocked(request):
             return True
-        return self.store_fetcher.is_blocked(request, self._now)
+        return request.fetch is not None and self.store_fetcher.is_blocked(request, self._now)
+
+    def _has_adapter_place(self, request: Request) -> bool:
+        """Whether the request needs no adapter that is not there yet."""
+        running = self.request_table.running
+        return self.adapters is None or self.adapters.may_enter(request, running, self._now)
 
     def _probe(self, request: Request) -> Match:
         return prefix_of(request, self.cache)

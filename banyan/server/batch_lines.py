@@ -5,6 +5,7 @@ the engine free.
 """
 
 import asyncio
+import codecs
 import io
 import json
 from collections import Counter
@@ -101,7 +102,7 @@ def read_lines(
     lines: list[BatchLine] = []
     faults: list[Fault] = []
     seen: Counter[str] = Counter()
-    for number, text in enumerate(io.BytesIO(content), 1):
+    for number, text in enumerate(io.BytesIO(content.removeprefix(codecs.BOM_UTF8)), 1):
         if not text.strip():
             continue
         if len(lines) == MAX_LINES:
@@ -340,7 +341,7 @@ async def _send(state: ServerState, line: BatchLine) -> _Reply:
     exchange.request.body = json.dumps(_body(state, line, exchange)).encode()
     try:
         # this task has inherited the labels of the request that created the first batch
-        with nullcontext() if state.labels is None else state.labels(exchange):
+        with nullcontext() if state.labels is None else state.labels(exchange.context):
             await endpoints()[line.url](exchange, state)
     except RequestError as error:
         await exchange.fail(error)

@@ -31,7 +31,7 @@ from banyan.parsers.choice import Parsers
 from banyan.parsers.tool_calls.base import CallTag
 from banyan.requests.generation import Generator
 from banyan.requests.lora_names import AdapterNames
-from banyan.requests.request_spec import RequestSpec
+from banyan.requests.request_spec import RequestContext, RequestSpec, TracedCall
 from banyan.requests.sampling_params import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.requests.sessions import Sessions
 from banyan.server.errors import RETRY_AFTER_S, unavailable
@@ -42,7 +42,6 @@ from banyan.server.tool_servers.base import ToolServers
 from banyan.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from banyan.server.http.app import RequestScope
     from banyan.server.http.exchange import HttpExchange
 
 LEAST_WAIT_S, MOST_WAIT_S = 1, 600
@@ -182,8 +181,8 @@ class Tracing(Protocol):
     No span carries text of a request.
     """
 
-    def context(self, exchange: "HttpExchange") -> AbstractContextManager[None]:
-        """The span of one HTTP request, in the caller's trace if its headers name one."""
+    def context(self, call: TracedCall) -> AbstractContextManager[None]:
+        """The span of one request, in the caller's trace if its headers name one."""
         ...
 
     def watch(self, generator: Generator) -> Generator:
@@ -224,7 +223,7 @@ class ServerState:
     responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: MetricsExporter | None = None
     """None without --enable-metrics."""
-    labels: "RequestScope | None" = None
+    labels: "Callable[[RequestContext], AbstractContextManager[None]] | None" = None
     """Sets the metric labels that a request brings; None = there are none."""
     recent: Recent | None = None
     """The latest requests, for crash dumps; None without --crash-dump-folder."""
@@ -243,11 +242,14 @@ class ServerState:
         self.keys = Keys(self.config.server.api_key, self.config.server.api_key_file)
         self.adapters = AdapterNames.of(self.config.lora)
 
-    @property
-    def request_scopes(self) -> "Sequence[RequestScope]":
-        """Entered around each request with a body: its trace span and its metric labels."""
-        traced = None if self.traces is None else self.traces.context
-        return [each for each in (traced, self.labels) if each is not None]
+    def request_scopes(self, call: TracedCall) -> list[AbstractContextManager[None]]:
+        """To enter around a request with a body: its trace span and its metric labels."""
+        scopes: list[AbstractContextManager[None]] = []
+        if self.traces is not None:
+            scopes.append(self.traces.context(call))
+        if self.labels is not None:
+            scopes.append(self.labels(call.context))
+        return scopes
 
     def has_begun(self, work: "asyncio.Task[None]") -> bool:
         """Whether this handler has sent requests to the engine, which logs their end."""

@@ -19,6 +19,7 @@ from tests.server.fakes import Site
 pytestmark = pytest.mark.asyncio
 ALICE, BOB, ADMIN = ({"authorization": f"Bearer {key}"} for key in ("alice", "bob", "root"))
 KEYS = replace(BASE, server=ServerConfig(port=0, api_key="alice bob", admin_api_key="root"))
+ASKED = ("POST", "/generate")
 SIGNED = replace(KEYS, secret="long random text")
 
 
@@ -90,31 +91,34 @@ async def test_a_key_that_would_hide_the_callers_is_refused_by_name(server: Serv
 async def test_only_a_valid_signature_names_a_caller() -> None:
     now = 1e9
     signer = TenantSigner("a", lambda: now)
-    value = signer.sign(b"tenant", is_admin=True)
-    assert signer.read(value, Verdict(200)).caller.tenant == b"tenant"
-    assert not signer.read(value, Verdict(200)).is_admin
-    assert signer.read(value, Verdict(200, is_admin=True)).is_admin
+    value = signer.sign(b"tenant", True, *ASKED)
+    assert signer.read(value, Verdict(200), *ASKED).caller.tenant == b"tenant"
+    assert not signer.read(value, Verdict(200), *ASKED).is_admin
+    assert signer.read(value, Verdict(200, is_admin=True), *ASKED).is_admin
     tenant, is_admin, time_s, mac = value.split(".")
     other = b"other".hex()
     forged = [
         f"{other}.{is_admin}.{time_s}.{mac}",
         f"{tenant}.0.{time_s}.{mac}",
         f"{tenant}.{is_admin}.{int(time_s) + 1}.{mac}",
-        TenantSigner("b", lambda: now).sign(b"tenant", True),
+        TenantSigner("b", lambda: now).sign(b"tenant", True, *ASKED),
         *("", ".", "....", "\xff", mac, value + "0", value[:-1]),
     ]
     for each in forged:
         with pytest.raises(RequestError) as caught:
-            signer.read(each, Verdict(200))
+            signer.read(each, Verdict(200), *ASKED)
         assert caught.value.status == 401
+    for asked in (("GET", "/generate"), ("POST", "/generate/"), ("POST", "/abort_request")):
+        with pytest.raises(RequestError):
+            signer.read(value, Verdict(200), *asked)
     for apart_s in (SIGNATURE_S + 1, -SIGNATURE_S - 1):
         now = 1e9 + apart_s
         with pytest.raises(RequestError):
-            signer.read(value, Verdict(200))
+            signer.read(value, Verdict(200), *ASKED)
 
 
 async def test_a_header_of_a_client_reaches_no_server_and_is_ignored_without_a_secret() -> None:
-    forged = TenantSigner("guessed").sign(b"tenant", True)
+    forged = TenantSigner("guessed").sign(b"tenant", True, *ASKED)
     async with (
         workers(says(whole(b"{}"))) as some,
         router([WorkerSpec(some[0].url)], KEYS, key="root") as it,

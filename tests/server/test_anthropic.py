@@ -420,11 +420,6 @@ REFUSALS = {
     "a small budget": ({"thinking": {"type": "enabled", "budget_tokens": 1}}, "budget_tokens"),
     "an empty stop sequence": ({"stop_sequences": [""]}, "stop_sequences"),
     "mcp servers": ({"mcp_servers": [{"url": "x"}]}, "MCP"),
-    "a call as the last message": (
-        {"messages": [*USER, {"role": "assistant", "content": [
-            {"type": "tool_use", "id": "1", "name": "search", "input": {}}]}]},
-        "tool_result",
-    ),
 }  # fmt: skip
 
 

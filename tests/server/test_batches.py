@@ -1,5 +1,6 @@
 """/v1/batches through the official client: answers, faults, cancelling, restarts."""
 
+import codecs
 import errno
 import json
 import os
@@ -122,6 +123,13 @@ def test_more_lines_than_are_taken_are_one_fault() -> None:
     )
     _, faults = read_lines(many)
     assert [(fault.code, fault.line) for fault in faults] == [("too_many_lines", MAX_LINES + 1)]
+
+
+def test_a_file_of_windows_is_read_as_it_is_meant() -> None:
+    """With a mark of its encoding, and line ends of two characters."""
+    content = as_jsonl([line("a"), line("b")]).replace(b"\n", b"\r\n")
+    lines, faults = read_lines(codecs.BOM_UTF8 + content)
+    assert [one.custom_id for one in lines] == ["a", "b"] and not faults
 
 
 def test_what_a_line_asks_for_in_vain_is_reported_in_its_answer(client: openai.OpenAI) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated import sglang_scheduler_pb2_grpc as service
@@ -21,7 +22,12 @@ from banyan.base.errors import ConfigError
 from banyan.config import prepare
 from banyan.config.schema import ServerConfig
 from banyan.engine_client.client import Health
+from banyan.lora.adapter_files import AdapterPlace
+from banyan.messages.events import Reply
 from banyan.requests.generation import Finish
+from banyan.requests.lora_names import AdapterNames
+from banyan.server.admin.metrics import CustomLabels
+from banyan.server.admin.spans import Spans
 from banyan.server.grpc import listener as grpc_listener
 from banyan.server.grpc.listener import GrpcListener, server_credentials
 from banyan.server.http.app import App
@@ -280,6 +286,76 @@ def test_the_tokenizer_comes_as_an_archive(tmp_path: Path) -> None:
     assert not any(chunk.sha256 for chunk in chunks[:-1])
     names = zipfile.ZipFile(io.BytesIO(archive)).namelist()
     assert sorted(names) == ["chat.jinja", "tokenizer.json"]
+
+
+def test_an_adapter_is_loaded_under_the_id_that_requests_name(served) -> None:
+    site, stub = served
+    site.state.adapters = AdapterNames(True, [AdapterPlace("own", "/own", is_pinned=True)])
+    load = pb.LoadLoRAAdapterRequest(lora_name="math", lora_path="/math", lora_id="7f")
+    loaded = stub.LoadLoRAAdapter(load, timeout=WAIT_S)
+    assert loaded.success and list(loaded.loaded_lora_ids) == ["own", "7f"]
+    listed = stub.ListLoadedLoRAAdapters(pb.ListLoadedLoRAAdaptersRequest(), timeout=WAIT_S)
+    assert [(one.lora_id, one.lora_name, one.pinned) for one in listed.loaded_adapters] == [
+        ("own", "own", True),
+        ("7f", "math", False),
+    ]
+    list(stub.Generate(asking(lora_id="7f"), timeout=WAIT_S))
+    assert site.generator.asked[0].message.adapter == "math"
+    again = failure(lambda: stub.LoadLoRAAdapter(load, timeout=WAIT_S))
+    assert again.code() == grpc.StatusCode.INVALID_ARGUMENT
+    wrong = pb.UnloadLoRAAdapterRequest(lora_name="own", lora_id="7f")
+    assert (
+        "two different" in failure(lambda: stub.UnloadLoRAAdapter(wrong, timeout=WAIT_S)).details()
+    )
+    unload = pb.UnloadLoRAAdapterRequest(lora_name="math", lora_id="7f")
+    assert list(stub.UnloadLoRAAdapter(unload, timeout=WAIT_S).loaded_lora_ids) == ["own"]
+    gone = failure(stub.Generate(asking(lora_id="7f"), timeout=WAIT_S))
+    assert gone.code() == grpc.StatusCode.INVALID_ARGUMENT and "7f" in gone.details()
+    assert site.client.calls == ["load_adapter", "unload_adapter"]
+
+
+def test_an_adapter_that_the_engine_refuses_is_not_listed(served) -> None:
+    site, stub = served
+    site.state.adapters = AdapterNames(True)
+    site.client.reply = Reply(1, False, "The file is broken.")
+    load = pb.LoadLoRAAdapterRequest(lora_name="math", lora_path="/math", lora_id="7f")
+    reply = stub.LoadLoRAAdapter(load, timeout=WAIT_S)
+    assert (reply.success, reply.message) == (False, "The file is broken.")
+    assert not reply.loaded_lora_ids
+
+
+def test_a_call_sets_the_metric_labels_of_its_metadata(served) -> None:
+    site, stub = served
+    labels = CustomLabels("x-custom-labels", ["tenant"])
+    site.state.labels = labels.context
+    seen: list[tuple[str, ...]] = []
+    site.generator.script = lambda _: seen.append(labels.now()) or steps("a")
+    metadata = (("x-custom-labels", '{"tenant": "me"}'),)
+    list(stub.Generate(asking(), timeout=WAIT_S, metadata=metadata))
+    list(stub.Generate(asking(), timeout=WAIT_S))
+    assert seen == [("me",), ("",)]
+    wrong = failure(stub.Generate(asking(), timeout=WAIT_S, metadata=(("x-custom-labels", "["),)))
+    assert wrong.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_call_has_a_span_in_its_callers_trace(served) -> None:
+    site, stub = served
+    exporter = InMemorySpanExporter()
+    site.state.traces = spans = Spans(exporter, "banyan", "tiny", "1")
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    call = stub.Generate(asking(), timeout=WAIT_S, metadata=(("traceparent", parent),))
+    list(call)
+    response = dict(call.initial_metadata())["traceresponse"]
+    failure(stub.Generate(pb.GenerateRequest(request_id="r2"), timeout=WAIT_S))
+    spans.close()
+    good, bad = exporter.get_finished_spans()
+    assert good.name == "sglang.grpc.scheduler.SglangScheduler/Generate"
+    assert f"{good.context.trace_id:032x}" == parent.split("-")[1] == response.split("-")[1]
+    assert good.attributes is not None and bad.attributes is not None
+    assert good.attributes["rpc.grpc.status_code"] == grpc.StatusCode.OK.value[0]
+    status = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert bad.attributes["rpc.grpc.status_code"] == status
+    assert bad.attributes["error.type"]
 
 
 def test_what_is_absent_is_unimplemented(served) -> None:

@@ -169,6 +169,22 @@ def test_a_continued_message_keeps_its_text_and_its_open_call(
     assert text.endswith(end) and "Sure." in text and "get_weather" in text.split("Sure.")[1]
 
 
+@pytest.mark.parametrize("template", ["dumps", "prints", "asks", "has no calls"])
+@pytest.mark.parametrize("given", [{"city": "Oslo"}, {}, None], ids=str)
+def test_a_history_of_messages_may_end_with_a_call(
+    site: Site, http: httpx.Client, template: str, given: object
+) -> None:
+    """As an answer that was cut behind it is sent back to be continued."""
+    model_with(site, STYLES[template])
+    use = {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": given}
+    last = {"role": "assistant", "content": [{"type": "text", "text": "Sure."}, use]}
+    body = {"model": "tiny", "max_tokens": 9, "messages": [*USER, last]}
+    answer = http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    text = prompt(site).split("Sure.")[1]
+    assert "get_weather" in text and ("Oslo" in text) == bool(given)
+
+
 def test_a_continued_message_whose_calls_are_not_json_is_refused_in_words(
     site: Site, http: httpx.Client
 ) -> None:

@@ -17,6 +17,7 @@ from banyan.base.log import logger, printable
 from banyan.config.schema import Config, ObserveConfig
 from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import MetricsExporter
+from banyan.requests.request_spec import RequestContext
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.state import ServerState
 
@@ -74,13 +75,13 @@ class CustomLabels:
         self._now: ContextVar[tuple[str, ...]] = ContextVar("metric labels", default=self.none)
 
     @contextlib.contextmanager
-    def context(self, exchange: HttpExchange) -> Iterator[None]:
+    def context(self, context: RequestContext) -> Iterator[None]:
         """Set the labels of this request within the block.
 
         Raises:
             RequestError: the header is no JSON object, or a listed label is not a short text.
         """
-        given = exchange.request.header(self._header.encode())
+        given = context.headers.get(self._header, "")
         before = self._now.set(self._read(given) if given else self.none)
         try:
             yield

@@ -22,8 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from banyan.base.errors import RequestError
 from banyan.engine_client.metrics_observer import CLOSED, OWN
 from banyan.requests.generation import Chunks, Generator, TextChunk, Usage, observed
-from banyan.requests.request_spec import RequestSpec
-from banyan.server.http.exchange import HttpExchange
+from banyan.requests.request_spec import RequestSpec, TracedCall
 
 _NS = 1_000_000_000
 _CONTEXT = ("traceparent", "tracestate")
@@ -49,35 +48,30 @@ class Spans:
         self._model = model
 
     @contextlib.contextmanager
-    def context(self, exchange: HttpExchange) -> Iterator[None]:
-        given = {name: exchange.request.header(name.encode()) for name in _CONTEXT}
-        came_ns = time.time_ns() - int((time.monotonic() - exchange.began_s) * _NS)
+    def context(self, call: TracedCall) -> Iterator[None]:
+        given = {name: call.context.headers.get(name, "") for name in _CONTEXT}
+        came_ns = time.time_ns() - int((time.monotonic() - call.began_s) * _NS)
         span = self._tracer.start_span(
-            f"{exchange.request.method} {exchange.route}",
+            call.name,
             self._headers.extract({name: text for name, text in given.items() if text}),
             SpanKind.SERVER,
-            {
-                "http.request.method": exchange.request.method,
-                "http.route": exchange.route,
-                "banyan.exchange.context.id": exchange.context.id,
-            },
+            {**call.attributes, "banyan.exchange.context.id": call.context.id},
             start_time=came_ns,
         )
         own = span.get_span_context()
-        exchange.trace = f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
+        call.trace = f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
+        ended: RequestError | None = None
         try:
             with trace.use_span(span, record_exception=False, set_status_on_exception=False):
                 yield
         except RequestError as error:
+            ended = error
             span.set_attribute("error.type", error.code)
-            if not exchange.started:
-                span.set_attribute("http.response.status_code", error.status)
             if error.status >= 500:
                 span.set_status(Status(StatusCode.ERROR, error.code))
             raise
         finally:
-            if exchange.started:
-                span.set_attribute("http.response.status_code", exchange.status)
+            span.set_attributes(call.status(ended))
             span.end()
 
     def watch(self, generator: Generator) -> Generator:

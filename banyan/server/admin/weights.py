@@ -119,11 +119,20 @@ class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def load_adapter(exchange: HttpExchange, state: ServerState) -> None:
-    """Load an adapter, which requests may name afterwards; 400 if that fails."""
-    service = state.admit()
+    """Load an adapter; 400 if that fails."""
+    state.admit()
     raw = await exchange.request.json_object()
     refuse_fields(raw, LoadRequest.__struct_fields__, exchange.context, is_strict=True)
-    asked = typed(raw, LoadRequest)
+    await _answer(exchange, state, await load(state, typed(raw, LoadRequest)))
+
+
+async def load(state: ServerState, asked: LoadRequest) -> Reply:
+    """Load an adapter, which requests may name afterwards.
+
+    Raises:
+        RequestError: the server has no adapters, or the name or path cannot be used.
+    """
+    service = state.admit()
     _require_adapters(state)
     place = _place_of(asked)
     if place.name in state.adapters or place.name == state.served_name:
@@ -140,22 +149,30 @@ async def load_adapter(exchange: HttpExchange, state: ServerState) -> None:
         log.info("adapter loaded name=%s path=%s", place.name, printable(place.path, 200))
     elif sum(replica.alive for replica in service.client.replicas()) > 1:
         await service.client.control("unload_adapter", LOAD_S, name=place.name)  # where it loaded
-    await _answer(exchange, state, reply)
+    return reply
 
 
 async def unload_adapter(exchange: HttpExchange, state: ServerState) -> None:
-    """Refuse new requests for an adapter, and unload it when its last request has ended."""
-    service = state.admit()
+    state.admit()
     raw = await exchange.request.json_object()
     refuse_fields(raw, UnloadRequest.__struct_fields__, exchange.context, is_strict=True)
-    asked = typed(raw, UnloadRequest)
+    await _answer(exchange, state, await unload(state, typed(raw, UnloadRequest).lora_name))
+
+
+async def unload(state: ServerState, lora_name: str) -> Reply:
+    """Refuse new requests for an adapter, and unload it when its last request has ended.
+
+    Raises:
+        RequestError: there is no such adapter.
+    """
+    service = state.admit()
     _require_adapters(state)
-    name = state.adapters.named(asked.lora_name, "lora_name")
+    name = state.adapters.named(lora_name, "lora_name")
     reply = await service.client.control("unload_adapter", LOAD_S, name=name)
     if reply.ok:
         state.adapters.remove(name)
         log.info("adapter unloaded name=%s", name)
-    await _answer(exchange, state, reply)
+    return reply
 
 
 def _require_adapters(state: ServerState) -> None:

@@ -19,7 +19,7 @@ from banyan.base.errors import CapacityError, ConfigError, RequestError
 from banyan.base.fair_share import CALLER
 from banyan.base.log import logger, printable
 from banyan.config.schema import ServerConfig
-from banyan.requests.request_spec import RequestContext
+from banyan.requests.request_spec import RequestContext, TracedCall
 from banyan.server.errors import internal, unavailable
 from banyan.server.grpc.scheduler import SglangScheduler
 from banyan.server.http import auth
@@ -28,6 +28,8 @@ from banyan.server.http.listen import CLOSING_S, address_of
 from banyan.server.state import ServerState
 
 log = logger(__name__)
+
+SERVICE = "sglang.grpc.scheduler.SglangScheduler"
 
 SEND_TIMEOUT_S = 30.0
 """A call is aborted if its client takes no message for this long."""
@@ -57,6 +59,10 @@ STATUS_CODES = {
 """HTTP status of a RequestError -> gRPC status; INTERNAL for all others."""
 
 
+def status_of(error: RequestError) -> grpc.StatusCode:
+    return STATUS_CODES.get(error.status, grpc.StatusCode.INTERNAL)
+
+
 class Call:
     """One open call.
 
@@ -75,6 +81,17 @@ class Call:
         self.began_s = time.monotonic()
         self._rpc = rpc
         self._task = asyncio.current_task()
+
+    def traced(self, method: str) -> TracedCall:
+        """This call of `method`, for its trace span."""
+
+        def status(error: RequestError | None) -> dict[str, int]:
+            error = error or self.ending
+            code = grpc.StatusCode.OK if error is None else status_of(error)
+            return {"rpc.grpc.status_code": code.value[0]}
+
+        facts = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": method}
+        return TracedCall(self.context, self.began_s, f"{SERVICE}/{method}", facts, status)
 
     async def write(self, message: Message) -> None:
         """Send a message of a stream. Waits while the client's window is full."""
@@ -118,11 +135,16 @@ class Calls:
         held = contextlib.ExitStack()
         try:
             self._admit(rpc, call, guard, held)
-            await rpc.send_initial_metadata((("x-request-id", context.id),))
-            left_s = context.time_left_s()
-            if left_s is not None:
-                timer = asyncio.get_running_loop().call_later(left_s, call.stop, too_late())
-            yield call
+            with contextlib.ExitStack() as within:
+                traced = call.traced(method)
+                for scope in [] if call.is_probe else self._state.request_scopes(traced):
+                    within.enter_context(scope)
+                trace = (("traceresponse", traced.trace),) if traced.trace else ()
+                await rpc.send_initial_metadata((("x-request-id", context.id), *trace))
+                left_s = context.time_left_s()
+                if left_s is not None:
+                    timer = asyncio.get_running_loop().call_later(left_s, call.stop, too_late())
+                yield call
             if context.warnings:
                 text = printable("; ".join(context.warnings), _MAX_TEXT)
                 rpc.set_trailing_metadata((("x-banyan-warnings", _ascii(text)),))
@@ -312,8 +334,7 @@ async def _fail(rpc: grpc.aio.ServicerContext, error: RequestError, state: Serve
         trailing.append(("x-banyan-param", _ascii(error.param[:200])))
     if error.status in (429, 503):
         trailing.append(("retry-after", str(state.retry_after_s())))
-    code = STATUS_CODES.get(error.status, grpc.StatusCode.INTERNAL)
-    await rpc.abort(code, str(error)[:_MAX_TEXT], tuple(trailing))
+    await rpc.abort(status_of(error), str(error)[:_MAX_TEXT], tuple(trailing))
 
 
 def _health_handler(state: ServerState) -> grpc.GenericRpcHandler:

@@ -41,7 +41,7 @@ from banyan.requests.generation import (
 )
 from banyan.requests.request_spec import RequestContext
 from banyan.requests.sampling_params import merged
-from banyan.server.admin import control, health, memory, server_info
+from banyan.server.admin import control, health, memory, server_info, weights
 from banyan.server.embeddings import vector_service
 from banyan.server.errors import Json
 from banyan.server.http import auth
@@ -60,6 +60,7 @@ _TOKENIZER_FILES = (
 )
 _TOKENIZER_PATTERNS = ("*.jinja", "*.model", "*.tiktoken")
 _PIECE_BYTES = 64 << 10
+_MAX_LORA_ID = 4096
 
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -98,6 +99,8 @@ class SglangScheduler(service.SglangSchedulerServicer):
     def __init__(self, state: ServerState, calls: CallAdmission) -> None:
         self._state = state
         self._calls = calls
+        self._lora_names: dict[str, str] = {}
+        """Names of loaded adapters by the id that their client chose."""
 
     async def Generate(self, request: pb.GenerateRequest, rpc: grpc.aio.ServicerContext) -> None:
         async with self._calls.enter(rpc, "Generate") as call:
@@ -106,6 +109,8 @@ class SglangScheduler(service.SglangSchedulerServicer):
             native = native_service(started, state)
             size = request.ByteSize()
             body = await off_loop(size, lambda: native_body(request, context))
+            if request.lora_id:
+                body["lora_path"] = self._lora_names.get(request.lora_id, request.lora_id)
             asked = await native.read(body, context, size)
             for name, why in merged(s.not_honoured for s in asked.sequences).items():
                 context.warn_or_refuse(name, why)
@@ -183,6 +188,70 @@ class SglangScheduler(service.SglangSchedulerServicer):
             reply = await memory.flush(self._state, request.timeout_s)
             return common.FlushCacheResponse(success=reply.ok, message=reply.text)
 
+    async def LoadLoRAAdapter(
+        self, request: pb.LoadLoRAAdapterRequest, rpc: grpc.aio.ServicerContext
+    ) -> pb.LoadLoRAAdapterResponse:
+        """Load an adapter. Requests name it by `lora_id`, or by its name."""
+        async with self._calls.enter(rpc, "LoadLoRAAdapter", auth.ADMIN):
+            id, name = request.lora_id or request.lora_name, request.lora_name
+            if len(id) > _MAX_LORA_ID or (id != name and id in self._lora_ids()):
+                raise RequestError(
+                    f"lora_id must be new, and have at most {_MAX_LORA_ID} characters",
+                    param="lora_id",
+                )
+            asked = weights.LoadRequest(
+                lora_name=name, lora_path=request.lora_path, pinned=request.pinned
+            )
+            reply = await weights.load(self._state, asked)
+            if reply.ok:
+                self._lora_names[id] = name
+            return pb.LoadLoRAAdapterResponse(
+                success=reply.ok,
+                message="" if reply.ok else reply.text,
+                loaded_lora_ids=self._lora_ids(),
+            )
+
+    async def UnloadLoRAAdapter(
+        self, request: pb.UnloadLoRAAdapterRequest, rpc: grpc.aio.ServicerContext
+    ) -> pb.UnloadLoRAAdapterResponse:
+        async with self._calls.enter(rpc, "UnloadLoRAAdapter", auth.ADMIN):
+            id = request.lora_id
+            name = request.lora_name or self._lora_names.get(id, id)
+            if id and self._lora_names.get(id, name) != name:
+                raise RequestError(
+                    "lora_id and lora_name are of two different adapters", param="lora_id"
+                )
+            reply = await weights.unload(self._state, name)
+            return pb.UnloadLoRAAdapterResponse(
+                success=reply.ok,
+                message="" if reply.ok else reply.text,
+                loaded_lora_ids=self._lora_ids(),
+            )
+
+    async def ListLoadedLoRAAdapters(
+        self, request: pb.ListLoadedLoRAAdaptersRequest, rpc: grpc.aio.ServicerContext
+    ) -> pb.ListLoadedLoRAAdaptersResponse:
+        async with self._calls.enter(rpc, "ListLoadedLoRAAdapters"):
+            places = self._state.adapters.places()
+            return pb.ListLoadedLoRAAdaptersResponse(
+                loaded_adapters=[
+                    pb.LoadedLoRAAdapter(
+                        lora_id=id,
+                        lora_name=place.name,
+                        lora_path=place.path,
+                        pinned=place.is_pinned,
+                    )
+                    for id, place in zip(self._lora_ids(), places, strict=True)
+                ]
+            )
+
+    def _lora_ids(self) -> list[str]:
+        """The id of each loaded adapter: its client's, else its name. Forgets unloaded ones."""
+        loaded = [place.name for place in self._state.adapters.places()]
+        self._lora_names = {id: name for id, name in self._lora_names.items() if name in loaded}
+        chosen = {name: id for id, name in self._lora_names.items()}
+        return [chosen.get(name, name) for name in loaded]
+
     async def GetTokenizer(
         self, request: common.GetTokenizerRequest, rpc: grpc.aio.ServicerContext
     ) -> None:
@@ -259,8 +328,6 @@ def native_body(request: pb.GenerateRequest, context: RequestContext) -> Json:
         body["return_hidden_states"] = True
     if request.custom_logit_processor:
         body["custom_logit_processor"] = request.custom_logit_processor
-    if request.lora_id:
-        body["lora_path"] = request.lora_id
     if request.HasField("data_parallel_rank"):
         body["routed_dp_rank"] = request.data_parallel_rank
     if request.HasField("disaggregated_params"):

@@ -12,7 +12,7 @@ import difflib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import RequestError
@@ -21,6 +21,7 @@ from banyan.base.log import logger, printable
 from banyan.base.memory import give_back
 from banyan.config.schema import Config, ObserveConfig
 from banyan.engine_client.request_log import write_line
+from banyan.requests.request_spec import TracedCall
 from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth
 from banyan.server.http.auth import Keys
@@ -56,10 +57,6 @@ MAX_KINDS = 100
 """Kinds of errors and warnings that are logged. Clients could make up any number of them."""
 
 
-RequestScope = Callable[[HttpExchange], contextlib.AbstractContextManager[None]]
-"""Entered around the handling of one request, such as its span; may raise RequestError."""
-
-
 class Shared(Protocol):
     """The part of the shared state that the application needs."""
 
@@ -72,9 +69,9 @@ class Shared(Protocol):
         """Checks the callers that a router names; None = the header is ignored."""
         ...
 
-    @property
-    def request_scopes(self) -> Sequence[RequestScope]:
-        """Entered around each request with a body: its trace span and its metric labels."""
+    def request_scopes(self, call: TracedCall) -> Sequence[contextlib.AbstractContextManager[None]]:
+        """To enter around a request with a body: its trace span and its metric labels. They may
+        raise RequestError."""
         ...
 
     def retry_after_s(self) -> int:
@@ -153,10 +150,11 @@ class App(Generic[S]):
             most = self._most_body(route, exchange)
             exchange.request.body = await read_body(receive, declared, most, body)
             with contextlib.ExitStack() as within:
-                for enter in (
-                    self.state.request_scopes if exchange.request.method in WITH_BODY else ()
-                ):
-                    within.enter_context(enter(exchange))
+                if exchange.request.method in WITH_BODY:
+                    call = _traced(exchange)
+                    for scope in self.state.request_scopes(call):
+                        within.enter_context(scope)
+                        exchange.trace = call.trace
                 await self._run(route, exchange, receive)
         except RequestError as error:
             await _quietly(exchange.fail(error))
@@ -223,7 +221,8 @@ class App(Generic[S]):
             raise no_route(exchange.request.path, self.routes)
         named = exchange.request.headers.get(auth.TENANT.encode())
         if self.state.signer is not None and named and route.guard != auth.OPEN:
-            verdict = self.state.signer.read(named.decode("latin-1"), verdict)
+            method, path = exchange.request.method, exchange.request.path
+            verdict = self.state.signer.read(named.decode("latin-1"), verdict, method, path)
         held.enter_context(self.state.keys.counted(verdict.caller))
         exchange.context.tenant, exchange.context.is_admin = verdict.caller.tenant, verdict.is_admin
         exchange.context.key_name = self.state.keys.name_of(verdict.caller.tenant)
@@ -416,3 +415,14 @@ class AccessLog:
             write_line("too many kinds of refusals and warnings", {"told": MAX_KINDS}, False)
             return False
         return True
+
+
+def _traced(exchange: HttpExchange) -> TracedCall:
+    method, route = exchange.request.method, exchange.route
+
+    def status(error: RequestError | None) -> dict[str, int]:
+        found = exchange.status if exchange.started or error is None else error.status
+        return {"http.response.status_code": found} if found else {}
+
+    facts = {"http.request.method": method, "http.route": route}
+    return TracedCall(exchange.context, exchange.began_s, f"{method} {route}", facts, status)

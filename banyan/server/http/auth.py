@@ -382,22 +382,23 @@ class TenantSigner:
         self._key = hashlib.sha256(f"{TENANT} {secret}".encode()).digest()
         self._now = now
 
-    def sign(self, tenant: bytes, is_admin: bool) -> str:
-        """The value of the header."""
+    def sign(self, tenant: bytes, is_admin: bool, method: str, path: str) -> str:
+        """The value of the header for a request of this method to this path, without its query."""
         text = f"{tenant.hex()}.{int(is_admin)}.{int(self._now())}"
-        return f"{text}.{self._mac(text)}"
+        return f"{text}.{self._mac(text, method, path)}"
 
-    def read(self, value: str, verdict: Verdict) -> Verdict:
+    def read(self, value: str, verdict: Verdict, method: str, path: str) -> Verdict:
         """`verdict` on the request of a router, for the caller that its header names.
 
-        The caller is an administrator only if the router says so and its key allows it.
+        The caller is an administrator only if the router says so and its key allows it. A header
+        that was signed for another method or path is refused.
 
         Raises:
             RequestError: 401; the signature is not valid, or not any more.
         """
         text, _, mac = value.rpartition(".")
         tenant, is_admin, time_s, *_ = (*text.split("."), "", "", "")
-        is_valid = hmac.compare_digest(mac.encode(), self._mac(text).encode())
+        is_valid = hmac.compare_digest(mac.encode(), self._mac(text, method, path).encode())
         if not is_valid or abs(self._now() - int(time_s)) > SIGNATURE_S:
             raise RequestError(
                 f"the header {TENANT} has no valid signature",
@@ -409,8 +410,9 @@ class TenantSigner:
         caller = replace(verdict.caller, tenant=bytes.fromhex(tenant))
         return replace(verdict, caller=caller, is_admin=verdict.is_admin and is_admin == "1")
 
-    def _mac(self, text: str) -> str:
-        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+    def _mac(self, text: str, method: str, path: str) -> str:
+        signed = f"{text} {method} {path}".encode("utf-8", "surrogatepass")
+        return hmac.new(self._key, signed, hashlib.sha256).hexdigest()
 
 
 def open_signer(secret: str) -> TenantSigner | None:
