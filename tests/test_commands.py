@@ -1,8 +1,8 @@
 """Every command line of README and docs/ is one that its program takes.
 
 Flags are read by the readers of the verbs, so that a misspelled or removed one fails here. Routes,
-make targets, extras, modules and tests that a page names exist. What needs hardware or other machines is
-listed in `ELSEWHERE`.
+make targets, extras, modules and tests that a page names exist. `ELSEWHERE` lists what needs other
+machines.
 """
 
 import ast
