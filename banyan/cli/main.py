@@ -38,6 +38,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "recipe": "banyan.cli.check:recipe",
         "npu-selfcheck": "banyan.ascend.selfcheck:npu_selfcheck",
         "doctor": "banyan.cli.doctor:doctor",
+        "completion": "banyan.cli.completion:completion",
         "version": "banyan.cli.doctor:version",
     },
 )
@@ -69,6 +70,7 @@ HELP = """banyan VERB [flags]
   recipe MODEL    variables and commands for each of several Ascend NPU machines
   npu-selfcheck   run the operators of an Ascend NPU and compare with plain torch
   doctor          show what this machine offers and what is missing
+  completion SH   a script for bash, zsh or fish that completes verbs, flags and models
   version         the version; --json for more
 
 banyan VERB --help shows the flags of a verb."""
