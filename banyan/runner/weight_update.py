@@ -355,7 +355,10 @@ class LoadedWeights:
         """The model config of the checkpoint at `path`; ConfigError if it is another model."""
         config, mine = self._config, self._model_config
         found = read_model_config(
-            path, overrides=config.overrides, is_foreign=config.implementation == "transformers"
+            path,
+            overrides=config.overrides,
+            is_foreign=config.implementation == "transformers",
+            with_media=mine.media is not None,
         )
         same = replace(
             found, path=mine.path, format=mine.format, dtype=mine.dtype, pooling=mine.pooling

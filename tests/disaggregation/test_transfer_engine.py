@@ -193,7 +193,7 @@ def test_a_page_that_others_write_to_while_it_lands_is_noticed(
     assert f"was changed on its way ({engine.name})" in caplog.text
 
 
-def test_an_engine_that_cannot_carry_is_told_once_and_requests_go_on(
+def test_an_engine_that_cannot_carry_is_reported_once_and_requests_go_on(
     sides, caplog: pytest.LogCaptureFixture
 ) -> None:
     giver, taker, engine = sides

@@ -351,7 +351,7 @@ def test_one_plan_is_in_flight_when_overlap_is_switched_off() -> None:
     assert (most_in_flight("--disable-overlap-schedule"), most_in_flight()) == (1, 2)
 
 
-def test_no_more_requests_run_at_once_than_told():
+def test_no_more_requests_run_at_once_than_allowed():
     driver = Driver(spec=asked("--max-running-requests", "2"))
     for name in "abcde":
         driver.submit(name, [ord(name), *PROMPT], new=3)
@@ -359,7 +359,7 @@ def test_no_more_requests_run_at_once_than_told():
     assert max(len(plan.rows) for plan in driver.plans) == 2
 
 
-def test_no_more_requests_wait_than_told():
+def test_no_more_requests_wait_than_allowed():
     driver = Driver(spec=asked("--max-running-requests", "1", "--max-queued-requests", "2"))
     driver.submit("runs", PROMPT)
     driver.step()
@@ -370,7 +370,7 @@ def test_no_more_requests_wait_than_told():
     assert driver.ends["c"].status == 503
 
 
-def test_no_more_tokens_wait_than_told():
+def test_no_more_tokens_wait_than_allowed():
     driver = Driver(spec=asked("--max-running-requests", "1", "--max-queued-tokens", "8"))
     driver.submit("runs", [1, 2])
     driver.step()

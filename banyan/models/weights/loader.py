@@ -212,7 +212,24 @@ def _tower_tensors(
         tensors = transform(tensors)
     if not isinstance(ops, BoundOps) or E4M3 not in ops.kept_types:
         tensors = with_plain_floats(tensors)
-    return tensors
+    return _of_blocks(tensors, model_config)
+
+
+def _of_blocks(
+    tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig
+) -> Iterator[tuple[str, Stored]]:
+    """Without the blocks after the one whose outputs are the features, and with parameters that
+    are stored as a batch of one as they are."""
+    names, media = NESTED[model_config.outer].tower, model_config.media
+    assert names is not None and media is not None
+    for name, tensor in tensors:
+        place = place_of(name, names)
+        if place is not None and block_of(place.module) >= media.tower.blocks:
+            continue
+        if isinstance(tensor, StoredWeight) and not name.endswith((".weight", ".bias")):
+            while tensor.shape[:1] == (1,):
+                tensor = tensor.at(0)
+        yield name, tensor
 
 
 def _unquantized(

@@ -354,7 +354,7 @@ def test_the_report_judges_the_loss(same_top, perplexity, begins):
     assert verdict_on(found).startswith(begins)
 
 
-def test_a_full_disk_is_told_before_and_while_it_is_written(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_and_while_it_is_written(tmp_path, monkeypatch):
     tiny("qwen2", tmp_path / "in", **SIZES)
     used = work.shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patched:
