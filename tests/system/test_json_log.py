@@ -1,4 +1,4 @@
-"""--log-format json: every line on standard error is an object, whoever writes it; and the bill of
+"""--log-format json: every line on standard error is an object, all writers alike; and the bill of
 named keys, in lines and in metrics."""
 
 import json
