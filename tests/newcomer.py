@@ -101,10 +101,10 @@ class Newcomer:
             )
 
     def wait_for(self, word: str) -> None:
-        """Wait for a word of the server's output."""
+        """Wait for a word of the server's output, or for the line that comes last."""
         assert self._server is not None
         deadline_s = time.monotonic() + INSTALL_S
-        while word not in self.log.read_text(errors="replace"):
+        while not any(w in self.log.read_text(errors="replace") for w in (word, READY_LINE)):
             if self._server.poll() is not None or time.monotonic() > deadline_s:
                 raise SystemExit(f"no {word!r} in\n{self.log.read_text(errors='replace')[-4000:]}")
             time.sleep(0.1)
@@ -205,21 +205,24 @@ def looking_inside(person: Newcomer) -> None:
         families = {family.name for family in text_string_to_metric_families(text)}
         expect("sglang:time_to_first_token_seconds" in families, text[:500])
         if shutil.which("promtool"):
-            check = subprocess.run(["promtool", "check", "metrics"], input=text, text=True)
+            words = ["promtool", "check", "metrics"]
+            check = subprocess.run(words, input=text, text=True, capture_output=True)
             expect(check.returncode in (0, 3), "promtool refuses /metrics")  # 3 = style of names
     with person.phase("what README shows of the inside"):
         person.run(readme_cell("curl http://127.0.0.1:30000/server_info"))
-        person.run(readme_cell("banyan bench serving --model demo --num-prompts 64"))
+        bench = readme_cell("banyan bench serving --model demo --num-prompts 64")
+        lengths = "--random-input-len 64 --random-output-len 16 --output-file ../bench.jsonl"
+        person.run(f"{bench} --port {person.port} {lengths}")
         answer = json.loads(
             person.run(
                 "curl -s http://127.0.0.1:30000/generate -H 'Content-Type: application/json' "
                 '-d \'{"text": "Hi", "sampling_params": {"max_new_tokens": 2}}\''
             )
         )
-        told = person.run(
+        shown = person.run(
             f"banyan explain {answer['meta_info']['id']} --url http://127.0.0.1:30000"
         )
-        expect(answer["meta_info"]["id"] in told, told)
+        expect(answer["meta_info"]["id"] in shown, shown)
         person.run("banyan simulate demo --layouts tp=4 tp=2,dp=2")
     with person.phase("models, list, plan, config, doctor"):
         for line in (

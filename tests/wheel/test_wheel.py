@@ -80,12 +80,14 @@ def test_the_demo_is_served_by_kernels_that_came_along(served: Served) -> None:
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_the_hint_of_an_extra_installs_its_packages(extra: str) -> None:
-    python = Path(WHEEL) / "bin" / "python"
+def test_the_hint_of_an_extra_installs_its_packages(extra: str, tmp_path: Path) -> None:
+    python = (Path(WHEEL) / "bin").resolve() / "python"
     code = f"from banyan.base.install import install_command; print(install_command({extra!r}))"
-    hint = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    hint = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
     line = f"{hint.strip()} --dry-run -q --report -"
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     names = {item["metadata"]["name"] for item in json.loads(done.stdout)["install"]}
     assert "banyan" not in names and "banyan-serve" not in names
