@@ -114,7 +114,9 @@ class Newcomer:
         assert self._server is not None
         os.killpg(self._server.pid, signal.SIGINT)
         code = self._server.wait(END_S)
-        expect(code == 0, f"the server ended with {code}")
+        # make ends by the signal itself, after its program
+        expect(code in (0, -signal.SIGINT), f"the server ended with {code}")
+        expect("Traceback" not in self.log.read_text(errors="replace"), "a traceback in the log")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", self.port))
 
