@@ -1,4 +1,4 @@
-"""Banyan beside its peers on this machine: `python -m benchmarks.compare_peers`.
+"""Banyan next to its peers on this machine: `python -m benchmarks.compare_peers`.
 
 Every engine serves the same model file over HTTP and gets the same prompts from one client. Rounds
 are interleaved (A B C, then C B A), and the servers whose turn it is not are stopped by signal, so
@@ -50,7 +50,7 @@ class Contest:
 
 def main() -> int:
     options = _options()
-    # Being told to end must end the servers too, and some of them are paused.
+    # SIGTERM must end the servers too, and some of them are paused.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     place = Place(Path(options.dir).resolve())
     contests = []

@@ -2,7 +2,7 @@
 
 Kernels against the reference; greedy tokens of a tiny model against transformers, captured against
 eager steps, depth 1 against depth 2, with pages that come back and with adapters; then tokens per
-second of a model of the shape of Llama 3 8B with random weights, beside plain transformers. Needs
+second of a model of the shape of Llama 3 8B with random weights, next to plain transformers. Needs
 no network. With --device cpu --small it tries the script itself.
 """
 
@@ -109,7 +109,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--quantization", default="", help="of the model that is timed")
     parser.add_argument(
-        "--adapters", type=int, default=0, help="beside the model that is timed, of rank 16"
+        "--adapters", type=int, default=0, help="in addition to the model that is timed, of rank 16"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     return parser.parse_args()
@@ -264,7 +264,9 @@ def check_adapters(device: str) -> int:
             tokens != greedy(model, prompt, COUNT)
             for tokens, prompt in zip(wanted, prompts, strict=True)
         )
-        assert changed == sum(name is not None for name in ROW_ADAPTERS), "adapters must tell"
+        assert changed == sum(name is not None for name in ROW_ADAPTERS), (
+            "adapters must make a difference"
+        )
         named = {"lora_paths": [f"{name}={path}" for name, path in paths.items()]}
         for way, flags in ADAPTER_WAYS.items():
             with started(base, device, **named, **flags) as engine:
@@ -303,7 +305,7 @@ def _adapters_differ(
 @contextmanager
 def blank_adapters(shape: dict[str, int], count: int) -> Iterator[dict[str, object]]:
     """Flags of an engine with adapters a0, a1 … of a model of this shape, which add zeros: what
-    they cost is that of any others."""
+    they cost as much as any others."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
     sizes = {"self_attn.q_proj": (hidden, hidden), "self_attn.o_proj": (hidden, hidden)}

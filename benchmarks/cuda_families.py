@@ -70,7 +70,7 @@ def main() -> int:
     failed = sum(_same_tokens(name, options) for name in MODELS)
     if options.speed:
         _speed(options)
-    print(f"verdict: {'FAILED' if failed else 'all tokens are those of transformers'}")
+    print(f"verdict: {'FAILED' if failed else 'all tokens equal the ones of transformers'}")
     return failed
 
 

@@ -89,7 +89,7 @@ def compile_one(form: Form, rows: int, shape: Shape) -> str:
     try:
         products.product(x, weight, None, shape, products.assembly_for(weight, x.dtype))
         torch.cuda.synchronize()
-    except Exception as error:  # a cut that the device cannot hold is left out, and told
+    except Exception as error:  # a cut that the device cannot hold is left out, and reported
         return f"{shape}: {str(error)[:90]!r}"
     return ""
 

@@ -49,7 +49,7 @@ class Fidelity:
     """One server against the reference.
 
     Attributes:
-        kl_mean, kl_p99: nats; None where it does not tell log-probabilities of alternatives.
+        kl_mean, kl_p99: nats; None where it does not return log-probabilities of alternatives.
         top1: share of positions with the same likeliest token.
     """
 

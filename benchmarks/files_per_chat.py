@@ -58,7 +58,7 @@ def install() -> None:
 def chat(url: str) -> str:
     body = {
         "model": "demo",
-        "messages": [{"role": "user", "content": "Tell me a story about a tree."}],
+        "messages": [{"role": "user", "content": "Write a story about a tree."}],
         "stream": True,
         "max_tokens": 12,
     }

@@ -1,6 +1,6 @@
 """How much one server process can carry: `python -m benchmarks.front`.
 
-The engine is one that knows every token beforehand, so the figures are those of HTTP, chat
+The engine is one that knows every token beforehand, so the figures measure HTTP, chat
 templates, tokenizing, detokenizing and streaming. CPU time per token is the figure to compare: it
 says the same on a busy machine, and its inverse is what one core carries. Where there are two
 cores, the server has one, and load generator and engine the other.
@@ -29,7 +29,7 @@ from benchmarks.machine import Command, ServerProcess, threads_cpu_s
 
 ROUTE = "/v1/chat/completions"
 _START_S = 120.0
-_RATES = "tokens/s of the engine; when the server falls behind, a chunk has more than one"
+_RATES = "tokens/s of the engine; when the server is too slow, a chunk has more than one"
 _WORDS = "A banyan grows new roots from its branches, and each becomes a trunk. "
 
 
@@ -74,7 +74,7 @@ class Streamed:
 
 @contextlib.contextmanager
 def watched(rate: float, model: str, log: Path, notes: Path | None = None) -> Iterator[Watched]:
-    """A server whose engine says `rate` tokens a second, those of all requests together.
+    """A server whose engine says `rate` tokens a second, over all requests.
 
     Args:
         notes: what the server's loop noted is written here when it ends; None = it notes nothing,

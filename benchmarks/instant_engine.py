@@ -32,7 +32,7 @@ class _Open:
 
 class InstantEngine:
     """Args:
-    rate: tokens per second, those of all requests together.
+    rate: tokens per second, over all requests.
     """
 
     def __init__(self, link: SocketEngineLink, rate: float) -> None:

@@ -2,7 +2,7 @@
 
 Some streams are answered all the time. For a while nothing else happens, then prompts of 8,192
 tokens come one after another. What counts is the time from one piece of a stream to the next,
-beside a prefill and a decode server of one thread each, and beside one server of two threads that
+next to a prefill and a decode server of one thread each, and next to one server of two threads that
 does both. The picture has a point for every piece.
 """
 
@@ -60,7 +60,7 @@ async def stream(server: HttpClient, number: int) -> HttpResponse:
 
 
 async def watch(name: str, url: str, quiet_s: float, busy_s: float) -> Run:
-    """Streams one after another in each of STREAMS lanes, and prompts beside them in the end."""
+    """Streams one after another in each of STREAMS lanes, and prompts next to them in the end."""
     server, lots = HttpClient(url), Random(99)
     replies: list[HttpResponse] = []
     began_s = time.perf_counter()
@@ -103,8 +103,8 @@ def picture(runs: Sequence[Run], seconds: float) -> str:
 
 
 def _panel(run: Run, top: int, seconds: float, colour: str) -> list[str]:
-    told = f"p99 {run.p(99, True):.1f} ms while quiet, {run.p(99, False):.1f} ms beside prompts"
-    parts = [f'<text x="{_LEFT}" y="{top - 8}" font-weight="bold">{run.name}: {told}</text>']
+    figures = f"p99 {run.p(99, True):.1f} ms while quiet, {run.p(99, False):.1f} ms with prompts"
+    parts = [f'<text x="{_LEFT}" y="{top - 8}" font-weight="bold">{run.name}: {figures}</text>']
     for power in range(-4, 2):
         y, named = _y(top, 10.0**power), f"{10.0**power * 1e3:g} ms"
         parts.append(
@@ -151,11 +151,11 @@ def main() -> None:
     for run in (shared, mixed):
         ratio = run.p(99, False) / max(1e-9, run.p(99, True))
         print(
-            f"{run.name}: p50 {run.p(50, True):.2f} ms quiet, {run.p(50, False):.2f} ms beside "
+            f"{run.name}: p50 {run.p(50, True):.2f} ms quiet, {run.p(50, False):.2f} ms with "
             f"{run.prompts} prompts; p99 {run.p(99, True):.2f} ms, {run.p(99, False):.2f} ms: "
             f"{ratio:.1f} times"
         )
-    print(f"load behind: {load_average()}")
+    print(f"load after: {load_average()}")
     if given.picture:
         Path(given.picture).write_text(picture((shared, mixed), sum(times)))
 

@@ -391,7 +391,7 @@ def main() -> None:
             began_s = time.perf_counter()
             answers, late_s = asyncio.run(play(url, arrivals))
         found = summarize(answers, arrivals, began_s)
-        print(f"sent {late_s * 1e3:.0f} ms late at most; load behind: {load_average()}")
+        print(f"sent {late_s * 1e3:.0f} ms late at most; load after: {load_average()}")
         environment = read_environment()
         config, model_config = prepare(parse(flags_of(model), environment), environment)
         config, _ = settle(config, open_platform("cpu").defaults(model_config))

@@ -34,7 +34,7 @@ _NAMES = {
 
 
 def as_json(contests: Sequence[object], rounds: int, share: float, cpu_isa: str = "") -> dict:
-    """Everything that was measured, with the medians beside it.
+    """Everything that was measured, with the medians next to it.
 
     Args:
         share: of each workload that was run; below 1 the figures are no results.
@@ -189,7 +189,7 @@ def _why(run: Mapping) -> str:
 
 
 def put_between_marks(page: Path, text: str) -> None:
-    """Replace what stands between the marks of `page`."""
+    """Replace the text between the marks of `page`."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -53,7 +53,7 @@ class Model:
 
     Attributes:
         gguf: file in the models folder, "" where there is none.
-        hf: folder of safetensors beside it.
+        hf: folder of safetensors next to it.
         prepare: makes what is missing.
         vocab_size: prompts are drawn from ids below this.
         is_trained: random weights have no fidelity to measure.
@@ -73,7 +73,7 @@ class Peer:
     Attributes:
         setup: installs what is missing.
         command: raises PeerError where it cannot serve the model.
-        score_fields: asked for beside log-probabilities, so that tokens are named by id.
+        score_fields: asked for in addition to log-probabilities, so that tokens are named by id.
     """
 
     setup: Callable[[Place], None]
@@ -101,12 +101,12 @@ def run(words: list[str], place: Place, peer: str, cwd: Path | None = None) -> N
 
 
 def _once(place: Place, name: str, work: Callable[[], None]) -> None:
-    """Do `work` unless a stamp says that it was done."""
-    stamp = place.folder / "log" / f"{name}.done"
-    if not stamp.exists():
+    """Do `work` unless a marker file says that it was done."""
+    marker = place.folder / "log" / f"{name}.done"
+    if not marker.exists():
         work()
-        stamp.parent.mkdir(parents=True, exist_ok=True)
-        stamp.touch()
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
 
 
 # The engines
@@ -189,7 +189,7 @@ def _build_llama(place: Place, peer: str, tree: Path, off: Sequence[str], isa: s
 
 
 def llama_instructions(isa: str) -> list[str]:
-    """What the build is told: all that this CPU has, or what Banyan's set of that name has."""
+    """The flags of the build: all that this CPU has, or what Banyan's set of that name has."""
     if not isa:
         return ["-DGGML_NATIVE=ON"]
     names = ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")

@@ -80,7 +80,7 @@ def twice(x: Tensor) -> Tensor:
 SCHEMES: dict[str, Round] = {
     "8 bits per block of 32": per_block,
     "scales per 16 inputs": lambda x: per_block(x, size=16),
-    "a zero point beside the scale": with_zero_point,
+    "a zero point next to the scale": with_zero_point,
     "9 bits per block of 32": lambda x: per_block(x, bits=9),
     "one input of 72 kept apart": lambda x: with_apart(x, 72),
     "one input of 144 kept apart": lambda x: with_apart(x, 144),

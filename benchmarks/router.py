@@ -1,6 +1,6 @@
 """What a router adds: `python -m benchmarks.router`.
 
-Two servers that answer at once stand behind it, so the figures are those of the router alone;
+It forwards to two servers that answer at once, so the figures are of the router alone;
 with --pairs each request goes to both, as to a prefill and a decode server.
 Requests are sent at a rate, in turn directly and through the router; then streams run through it as
 fast as they can. CPU time is the figure to compare: it says the same on a busy machine.
@@ -198,13 +198,13 @@ def main() -> None:
     prompt = "banyan " * (given.prompt_bytes // 7)
     for policy in given.policy:
         flags = ["--policy", policy, "--port", str(ports[2]), "--log-level", "error"]
-        behind = ["--worker-urls", *urls[:2]]
+        targets = ["--worker-urls", *urls[:2]]
         if given.pairs:
-            behind = ["--pd-disaggregation", "--prefill", urls[0], "--decode", urls[1]]
+            targets = ["--pd-disaggregation", "--prefill", urls[0], "--decode", urls[1]]
         with (
             started("benchmarks.router", "--instant", str(ports[0])) as first,
             started("benchmarks.router", "--instant", str(ports[1])) as second,
-            started("banyan.launch_router", *behind, *flags) as router,
+            started("banyan.launch_router", *targets, *flags) as router,
         ):
             for url, path in zip(urls, ("/health", "/health", "/readyz"), strict=True):
                 wait_for(url, path)

@@ -1,8 +1,8 @@
-"""Servers of the same model with different flags, beside each other on streams of chats:
+"""Servers of the same model with different flags, next to each other on streams of chats:
 `python -m benchmarks.streams "plain:" "multi_steps:--num-continuous-decode-steps 8"`.
 
-All of them are up at once and take turns, so a slower minute of the machine slows all. Beside the
-tokens per second stands what each token costs the server's own process, by its processor time.
+All of them are up at once and take turns, so a slower minute of the machine slows all. Next to the
+tokens per second comes the processor time of the server's own process for each token.
 `old@TREE:` is the server of another working tree, for before and after.
 """
 

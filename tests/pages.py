@@ -49,7 +49,7 @@ _NESTED_ELSEWHERE = {
     "Qwen3_5ForConditionalGeneration": "test_families.py",
     "Qwen3_5MoeForConditionalGeneration": "test_families.py",
 }
-_NESTED_HEAD = "| multimodal class | text model | weights left out |"
+_NESTED_HEAD = "| multimodal class | text model | pictures | weights of its towers |"
 
 
 def family_rows() -> list[tuple[str, list[str], list[str], str]]:
@@ -95,16 +95,17 @@ def families() -> str:
 
 
 def nested() -> str:
-    """Multimodal checkpoints, of which the text model is served."""
-    lines = [_NESTED_HEAD, "|---|---|---|"]
+    """Multimodal checkpoints, their text models, and whether their towers are supported."""
+    lines = [_NESTED_HEAD, "|---|---|---|---|"]
     for name, form in NESTED.items():
         model = name.removesuffix("ForConditionalGeneration")
         cases = [case for case, (its, *_) in test_nested.VARIANTS.items() if its == model]
         if not cases and name not in _NESTED_ELSEWHERE:
             raise LookupError(f"nothing in tests/models/test_nested.py tries {name}")
         text = f"`{form.text}`" if form.text else "named by its configuration"
-        left = _marked([prefix.rstrip(".") for prefix in form.towers])
-        lines.append(f"| `{name}` | {text} | {left} |")
+        towers = _marked([prefix.rstrip(".") for prefix in form.towers])
+        taken = "yes" if form.tower else "–"
+        lines.append(f"| `{name}` | {text} | {taken} | {towers} |")
     return "\n".join(lines)
 
 

@@ -170,7 +170,7 @@ def _find_program(words: Sequence[str]) -> tuple[str, str, list[str], dict[str, 
 
 
 def _read_flags(line: _Line, program: str, words: Sequence[str]) -> None:
-    """Translate the words behind the command; a word without a flag is the model or a prompt."""
+    """Translate the words after the command; a word without a flag is the model or a prompt."""
     table = flags_of(program)
     at = 0
     while at < len(words):

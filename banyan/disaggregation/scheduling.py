@@ -55,8 +55,7 @@ class DisaggregationSide(Protocol):
     delayed_ends: list[Event]
     """Ends of requests that were held until their transfers closed, for the API process."""
 
-    @property
-    def num_transfers(self) -> int:
+    def __len__(self) -> int:
         """Transfers that hold memory here, or whose result is still missing."""
         ...
 
@@ -147,8 +146,7 @@ class PrefillScheduling:
         self._ends: dict[bytes, Finished] = {}
         """By transfer id, ends that are held back until the transfer closes."""
 
-    @property
-    def num_transfers(self) -> int:
+    def __len__(self) -> int:
         return len(self._open_pages)
 
     def prepare(self, generate: Generate) -> Generate:
@@ -288,8 +286,7 @@ class DecodeScheduling:
         self._requests: dict[bytes, Request] = {}
         """By transfer id."""
 
-    @property
-    def num_transfers(self) -> int:
+    def __len__(self) -> int:
         incoming = [request.incoming for request in self._requests.values()]
         return sum(each is not None and not each.has_result for each in incoming)
 

@@ -29,7 +29,7 @@ from banyan.messages.control_ops import (
     StopProfile,
     TakeWeights,
 )
-from banyan.messages.events import BUSY, PinFact, Reply
+from banyan.messages.events import BUSY, LiveRequest, PinFact, Reply
 from banyan.messages.requests import (
     Abort,
     Control,
@@ -39,6 +39,7 @@ from banyan.messages.requests import (
     UnloadAdapter,
     Unpin,
 )
+from banyan.scheduler.request import RUNNING, Request
 
 Verb = Callable[[EngineCore, Control, float], Reply | None]
 
@@ -115,7 +116,7 @@ def requests(core: EngineCore, control: Control, now: float) -> Reply:
     found = islice(
         chain(request_table.running, request_table.waiting), int(control.args.get("limit", 0))
     )
-    body = msgspec.json.encode([request.as_live(now) for request in found])
+    body = msgspec.json.encode([_live(request, now) for request in found])
     return Reply(control.call, True, body=body)
 
 
@@ -325,3 +326,20 @@ def answer(core: EngineCore, control: Control, now: float) -> Reply | None:
         known = ", ".join(VERBS)
         return Reply(control.call, False, f"unknown verb {control.verb!r}; known: {known}")
     return verb(core, control, now)
+
+
+def _live(request: Request, now: float) -> LiveRequest:
+    phase = "decode" if request.is_decoding else "prefill"
+    stats = request.stats
+    admitted_s = now if stats.admitted_s is None else stats.admitted_s
+    return LiveRequest(
+        request=request.id,
+        phase=phase if request.state == RUNNING else "queue",
+        prompt_tokens=request.prompt_len,
+        computed_tokens=request.planned,
+        cached_tokens=stats.cached_tokens,
+        output_tokens=request.output_len,
+        age_s=max(0.0, now - stats.submitted_s),
+        queue_s=max(0.0, admitted_s - stats.submitted_s),
+        retractions=stats.retractions,
+    )

@@ -297,7 +297,7 @@ class EngineCore:
             pinned_pages=cache.pins.pages,
             adapters=0 if adapters is None else adapters.num_loaded,
             adapter_bytes=0 if adapters is None else adapters.used_bytes,
-            open_rooms=0 if disaggregation is None else disaggregation.num_transfers,
+            open_rooms=0 if disaggregation is None else len(disaggregation),
         )
 
     def _may_launch(self) -> bool:

@@ -6,9 +6,10 @@ their projectors are left out.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from banyan.families.names import NameMap
+from banyan.families.names import QK, NameMap
 
 _TEXT_PREFIXES = {
     "model.language_model.": "model.",
@@ -17,6 +18,13 @@ _TEXT_PREFIXES = {
     "model.text_model.": "model.",
 }
 """Names of Qwen3-VL and GLM-V; of Gemma 3, LLaVA and most others; of SmolVLM."""
+_OLDER = {
+    "vision_tower.vision_model.": "vision_tower.",
+    "visual.vision_model.": "visual.",
+    "visual.merger.mlp.0.": "visual.merger.linear_fc1.",
+    "visual.merger.mlp.2.": "visual.merger.linear_fc2.",
+}
+"""Beginnings of towers' names in checkpoints of older versions -> in newer ones."""
 _VISUAL = ("visual.",)
 _TOWER = ("vision_tower.", "multi_modal_projector.")
 _LLAVA = (*_TOWER, "image_newline")
@@ -58,69 +66,200 @@ class NestedForm:
         return name
 
     def tower_name(self, name: str) -> str | None:
-        """The name of a tower's weight without "model." in front; None = it is of the text."""
+        """The name of a tower's weight as newer versions of transformers spell it, without "model."
+        in front; None = it is of the text."""
         name = name.removeprefix("model.")
-        return name if name.startswith(self.towers) else None
+        if not name.startswith(self.towers):
+            return None
+        for older, newer in _OLDER.items():
+            if name.startswith(older):
+                return newer + name.removeprefix(older)
+        return name
 
 
-_QWEN_BLOCKS = {
-    "visual.patch_embed.proj": "patches",
-    "visual.blocks.{}.norm1": "layers.{}.attention_norm",
-    "visual.blocks.{}.norm2": "layers.{}.mlp_norm",
-    "visual.blocks.{}.attn.qkv": "layers.{}.attention.qkv:q+k+v",
-    "visual.blocks.{}.attn.proj": "layers.{}.attention.out",
-}
-_QWEN2_TOWER = NameMap(
+_QWEN_TOWER = NameMap(
     {
-        **_QWEN_BLOCKS,
+        "visual.patch_embed.proj": "patches",
+        "visual.pos_embed": "positions",
+        "visual.blocks.{}.norm1": "layers.{}.attention_norm",
+        "visual.blocks.{}.norm2": "layers.{}.mlp_norm",
+        "visual.blocks.{}.attn.qkv": "layers.{}.attention.qkv:q+k+v",
+        "visual.blocks.{}.attn.proj": "layers.{}.attention.out",
         "visual.blocks.{}.mlp.fc1": "layers.{}.mlp.up",
         "visual.blocks.{}.mlp.fc2": "layers.{}.mlp.down",
+        "visual.blocks.{}.mlp.linear_fc1": "layers.{}.mlp.up",
+        "visual.blocks.{}.mlp.linear_fc2": "layers.{}.mlp.down",
         "visual.blocks.{}.mlp.gate_proj": "layers.{}.mlp.gate_up:gate",
         "visual.blocks.{}.mlp.up_proj": "layers.{}.mlp.gate_up:up",
         "visual.blocks.{}.mlp.down_proj": "layers.{}.mlp.down",
-        "visual.merger.ln_q": "merger.norm",
-        "visual.merger.mlp.{}": "merger.linear_{}",
-    }
-)
-_QWEN3_TOWER = NameMap(
-    {
-        **_QWEN_BLOCKS,
-        "visual.pos_embed": "positions",
-        "visual.blocks.{}.mlp.linear_fc1": "layers.{}.mlp.up",
-        "visual.blocks.{}.mlp.linear_fc2": "layers.{}.mlp.down",
         "visual.merger.norm": "merger.norm",
-        "visual.merger.linear_fc1": "merger.linear_0",
-        "visual.merger.linear_fc2": "merger.linear_2",
+        "visual.merger.ln_q": "merger.norm",
+        "visual.merger.linear_fc1": "merger.mlp.linear_1",
+        "visual.merger.linear_fc2": "merger.mlp.linear_2",
         "visual.deepstack_merger_list.{}.norm": "deep.{}.norm",
-        "visual.deepstack_merger_list.{}.linear_fc1": "deep.{}.linear_0",
-        "visual.deepstack_merger_list.{}.linear_fc2": "deep.{}.linear_2",
+        "visual.deepstack_merger_list.{}.linear_fc1": "deep.{}.mlp.linear_1",
+        "visual.deepstack_merger_list.{}.linear_fc2": "deep.{}.mlp.linear_2",
     }
 )
-"""Projections of mergers are numbered as in Qwen2-VL: 1 is the activation between them."""
+
+_GLM4V_TOWER = replace(
+    _QWEN_TOWER,
+    modules={
+        **_QWEN_TOWER.modules,
+        "visual.post_conv_layernorm": "first_norm",
+        "visual.embeddings.position_embedding": "positions",
+        "visual.post_layernorm": "last_norm",
+        "visual.downsample": "merger.reduce",
+        "visual.merger.proj": "merger.linear",
+        "visual.merger.post_projection_norm": "merger.norm",
+        "visual.merger.gate_proj": "merger.mlp.gate_up:gate",
+        "visual.merger.up_proj": "merger.mlp.gate_up:up",
+        "visual.merger.down_proj": "merger.mlp.down",
+    },
+)
+
+
+def _siglip(prefix: str, more: Mapping[str, str], **rest: Any) -> NameMap:
+    """Names of SigLIP and CLIP; the last norm is ignored if the features come from before it."""
+    block, mine = f"{prefix}encoder.layers.{{}}.", "layers.{}."
+    return NameMap(
+        {
+            f"{prefix}embeddings.patch_embedding": "patches",
+            f"{prefix}embeddings.position_embedding": "positions",
+            f"{prefix}embeddings.class_embedding": "class_token.weight",
+            f"{prefix}pre_layrnorm": "first_norm",
+            f"{prefix}post_layernorm": "last_norm",
+            f"{block}layer_norm1": f"{mine}attention_norm",
+            f"{block}layer_norm2": f"{mine}mlp_norm",
+            f"{block}self_attn.q_proj": f"{mine}attention.qkv:q",
+            f"{block}self_attn.k_proj": f"{mine}attention.qkv:k",
+            f"{block}self_attn.v_proj": f"{mine}attention.qkv:v",
+            f"{block}self_attn.out_proj": f"{mine}attention.out",
+            f"{block}mlp.fc1": f"{mine}mlp.up",
+            f"{block}mlp.fc2": f"{mine}mlp.down",
+            **more,
+        },
+        ignored=(f"{prefix}post_layernorm.weight", f"{prefix}post_layernorm.bias"),
+        unread=(
+            f"{prefix}head.",
+            f"{prefix}embeddings.position_ids",
+            f"{prefix}embeddings.packing_position_embedding.",
+        ),
+        **rest,
+    )
+
+
+_PADDLEOCR_TOWER = _siglip(
+    "visual.",
+    {
+        "mlp_AR.pre_norm": "merger.norm",
+        "mlp_AR.linear_1": "merger.mlp.linear_1",
+        "mlp_AR.linear_2": "merger.mlp.linear_2",
+    },
+)
+_LLAMA4_BLOCK = "vision_model.model.layers.{}."
+_LLAMA4_TOWER = NameMap(
+    {
+        "vision_model.patch_embedding.linear": "patches",
+        "vision_model.class_embedding": "class_token.weight",
+        "vision_model.positional_embedding_vlm": "positions.weight",
+        "vision_model.layernorm_pre": "first_norm",
+        "vision_model.layernorm_post": "last_norm",
+        f"{_LLAMA4_BLOCK}input_layernorm": "layers.{}.attention_norm",
+        f"{_LLAMA4_BLOCK}post_attention_layernorm": "layers.{}.mlp_norm",
+        f"{_LLAMA4_BLOCK}self_attn.q_proj": "layers.{}.attention.qkv:q",
+        f"{_LLAMA4_BLOCK}self_attn.k_proj": "layers.{}.attention.qkv:k",
+        f"{_LLAMA4_BLOCK}self_attn.v_proj": "layers.{}.attention.qkv:v",
+        f"{_LLAMA4_BLOCK}self_attn.o_proj": "layers.{}.attention.out",
+        f"{_LLAMA4_BLOCK}mlp.fc1": "layers.{}.mlp.up",
+        f"{_LLAMA4_BLOCK}mlp.fc2": "layers.{}.mlp.down",
+        "vision_model.vision_adapter.mlp.fc1": "merger.mlp.linear_1",
+        "vision_model.vision_adapter.mlp.fc2": "merger.mlp.linear_2",
+        "multi_modal_projector.linear_1": "merger.linear",
+    },
+    paired=QK,
+)
+_PROJECTOR = {
+    "multi_modal_projector.linear_1": "merger.mlp.linear_1",
+    "multi_modal_projector.linear_2": "merger.mlp.linear_2",
+}
+_PIXTRAL_BLOCK = "vision_tower.transformer.layers.{}."
+_PIXTRAL = {
+    "vision_tower.patch_conv": "patches",
+    "vision_tower.ln_pre": "first_norm",
+    f"{_PIXTRAL_BLOCK}attention_norm": "layers.{}.attention_norm",
+    f"{_PIXTRAL_BLOCK}ffn_norm": "layers.{}.mlp_norm",
+    f"{_PIXTRAL_BLOCK}attention.q_proj": "layers.{}.attention.qkv:q",
+    f"{_PIXTRAL_BLOCK}attention.k_proj": "layers.{}.attention.qkv:k",
+    f"{_PIXTRAL_BLOCK}attention.v_proj": "layers.{}.attention.qkv:v",
+    f"{_PIXTRAL_BLOCK}attention.o_proj": "layers.{}.attention.out",
+    f"{_PIXTRAL_BLOCK}feed_forward.gate_proj": "layers.{}.mlp.gate_up:gate",
+    f"{_PIXTRAL_BLOCK}feed_forward.up_proj": "layers.{}.mlp.gate_up:up",
+    f"{_PIXTRAL_BLOCK}feed_forward.down_proj": "layers.{}.mlp.down",
+}
+_MISTRAL3_TOWER = NameMap(
+    {
+        **_PIXTRAL,
+        **_PROJECTOR,
+        "multi_modal_projector.norm": "merger.norm",
+        "multi_modal_projector.patch_merger.merging_layer": "merger.reduce",
+    }
+)
+_LLAVA_TOWER = _siglip("vision_tower.", {**_PIXTRAL, **_PROJECTOR})
+_GEMMA3_TOWER = _siglip(
+    "vision_tower.",
+    {
+        "multi_modal_projector.mm_input_projection_weight": "merger.linear.weight",
+        "multi_modal_projector.mm_soft_emb_norm": "merger.norm",
+    },
+    norm_offset=1.0,
+)
+_IDEFICS3_TOWER = _siglip("vision_model.", {"connector.modality_projection.proj": "merger.linear"})
+_INTERNVL_BLOCK = "vision_tower.encoder.layer.{}."
+_INTERNVL_TOWER = NameMap(
+    {
+        **_PROJECTOR,
+        "multi_modal_projector.layer_norm": "merger.norm",
+        "vision_tower.embeddings.patch_embeddings.projection": "patches",
+        "vision_tower.embeddings.position_embeddings": "positions.weight",
+        "vision_tower.embeddings.cls_token": "class_token.weight",
+        "vision_tower.layernorm": "last_norm",
+        f"{_INTERNVL_BLOCK}layernorm_before": "layers.{}.attention_norm",
+        f"{_INTERNVL_BLOCK}layernorm_after": "layers.{}.mlp_norm",
+        f"{_INTERNVL_BLOCK}attention.q_proj": "layers.{}.attention.qkv:q",
+        f"{_INTERNVL_BLOCK}attention.k_proj": "layers.{}.attention.qkv:k",
+        f"{_INTERNVL_BLOCK}attention.v_proj": "layers.{}.attention.qkv:v",
+        f"{_INTERNVL_BLOCK}attention.q_norm": "layers.{}.attention.q_norm",
+        f"{_INTERNVL_BLOCK}attention.k_norm": "layers.{}.attention.k_norm",
+        f"{_INTERNVL_BLOCK}attention.projection_layer": "layers.{}.attention.out",
+        f"{_INTERNVL_BLOCK}mlp.fc1": "layers.{}.mlp.up",
+        f"{_INTERNVL_BLOCK}mlp.fc2": "layers.{}.mlp.down",
+        f"{_INTERNVL_BLOCK}lambda_1": "layers.{}.attention_scale.weight",
+        f"{_INTERNVL_BLOCK}lambda_2": "layers.{}.mlp_scale.weight",
+    }
+)
 
 
 NESTED: Mapping[str, NestedForm] = {
-    "Qwen2VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM", tower=_QWEN2_TOWER),
+    "Qwen2VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM", tower=_QWEN_TOWER),
     "Qwen2_5_VLForConditionalGeneration": NestedForm(
-        _VISUAL, "Qwen2ForCausalLM", tower=_QWEN2_TOWER
+        _VISUAL, "Qwen2ForCausalLM", tower=_QWEN_TOWER
     ),
-    "Qwen3VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen3ForCausalLM", tower=_QWEN3_TOWER),
+    "Qwen3VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen3ForCausalLM", tower=_QWEN_TOWER),
     "Qwen3VLMoeForConditionalGeneration": NestedForm(
         _VISUAL,
         "Qwen3MoeForCausalLM",
         values={"norm_topk_prob": True},
         may_turn_stacks=True,
-        tower=_QWEN3_TOWER,
+        tower=_QWEN_TOWER,
     ),
-    "Qwen3_5ForConditionalGeneration": NestedForm(
-        _VISUAL, "Qwen3_5ForCausalLM", tower=_QWEN3_TOWER
-    ),
+    "Qwen3_5ForConditionalGeneration": NestedForm(_VISUAL, "Qwen3_5ForCausalLM", tower=_QWEN_TOWER),
     "Qwen3_5MoeForConditionalGeneration": NestedForm(
-        _VISUAL, "Qwen3_5MoeForCausalLM", tower=_QWEN3_TOWER
+        _VISUAL, "Qwen3_5MoeForCausalLM", tower=_QWEN_TOWER
     ),
-    "Gemma3ForConditionalGeneration": NestedForm(_TOWER, "Gemma3ForCausalLM"),
-    "Mistral3ForConditionalGeneration": NestedForm(_TOWER),
-    "LlavaForConditionalGeneration": NestedForm(_LLAVA),
+    "Gemma3ForConditionalGeneration": NestedForm(_TOWER, "Gemma3ForCausalLM", tower=_GEMMA3_TOWER),
+    "Mistral3ForConditionalGeneration": NestedForm(_TOWER, tower=_MISTRAL3_TOWER),
+    "LlavaForConditionalGeneration": NestedForm(_LLAVA, tower=_LLAVA_TOWER),
     "LlavaNextForConditionalGeneration": NestedForm(_LLAVA),
     "LlavaOnevisionForConditionalGeneration": NestedForm(_LLAVA),
     "VipLlavaForConditionalGeneration": NestedForm(_LLAVA),
@@ -133,16 +272,21 @@ NESTED: Mapping[str, NestedForm] = {
     ),
     "Qwen2AudioForConditionalGeneration": NestedForm(_SOUND, "Qwen2ForCausalLM"),
     "VoxtralForConditionalGeneration": NestedForm(_SOUND, "LlamaForCausalLM"),
-    "InternVLForConditionalGeneration": NestedForm(_TOWER),
+    "InternVLForConditionalGeneration": NestedForm(_TOWER, tower=_INTERNVL_TOWER),
     "InternVLChatModel": NestedForm(("vision_model.", "mlp1."), key="llm_config"),
-    "SmolVLMForConditionalGeneration": NestedForm(_IDEFICS),
-    "Idefics3ForConditionalGeneration": NestedForm(_IDEFICS),
+    "SmolVLMForConditionalGeneration": NestedForm(_IDEFICS, tower=_IDEFICS3_TOWER),
+    "Idefics3ForConditionalGeneration": NestedForm(_IDEFICS, tower=_IDEFICS3_TOWER),
     "Llama4ForConditionalGeneration": NestedForm(
-        ("vision_model.", "multi_modal_projector."), "Llama4ForCausalLM"
+        ("vision_model.", "multi_modal_projector."), "Llama4ForCausalLM", tower=_LLAMA4_TOWER
     ),
-    "Glm4vForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM"),
-    "Glm46VForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM"),
-    "Glm4vMoeForConditionalGeneration": NestedForm(_VISUAL, "Glm4MoeForCausalLM"),
+    "PaddleOCRVLForConditionalGeneration": NestedForm(
+        ("visual.", "mlp_AR."), "LlamaForCausalLM", tower=_PADDLEOCR_TOWER
+    ),
+    "Glm4vForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM", tower=_GLM4V_TOWER),
+    "Glm46VForConditionalGeneration": NestedForm(_VISUAL, "Glm4ForCausalLM", tower=_GLM4V_TOWER),
+    "Glm4vMoeForConditionalGeneration": NestedForm(
+        _VISUAL, "Glm4MoeForCausalLM", tower=_GLM4V_TOWER
+    ),
     "KimiVLForConditionalGeneration": NestedForm(_TOWER, "DeepseekV3ForCausalLM"),
     "KimiK25ForConditionalGeneration": NestedForm(_KIMI, "DeepseekV3ForCausalLM"),
     "Kimi_K25ForConditionalGeneration": NestedForm(_KIMI, "DeepseekV3ForCausalLM"),

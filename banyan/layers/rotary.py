@@ -14,53 +14,16 @@ sharing; the length of the whole prompt would make them depend on later tokens.
 
 import math
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
+from banyan.model_config.model_config import RopeFacts
 from banyan.ops.api import Ops
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin, [tokens, pairs] fp32."""
-
-
-class RopeNumbers(Protocol):
-    """The checkpoint's RoPE settings, named as in Hugging Face's `rope_scaling`."""
-
-    @property
-    def theta(self) -> float: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def factor(self) -> float: ...
-    @property
-    def original_length(self) -> int: ...
-    @property
-    def low_freq_factor(self) -> float: ...
-    @property
-    def high_freq_factor(self) -> float: ...
-    @property
-    def beta_fast(self) -> float: ...
-    @property
-    def beta_slow(self) -> float: ...
-    @property
-    def attention_factor(self) -> float | None: ...
-    @property
-    def mscale(self) -> float: ...
-    @property
-    def mscale_all_dim(self) -> float: ...
-    @property
-    def truncate(self) -> bool: ...
-    @property
-    def short_factor(self) -> tuple[float, ...]: ...
-    @property
-    def long_factor(self) -> tuple[float, ...]: ...
-    @property
-    def short_mscale(self) -> float: ...
-    @property
-    def long_mscale(self) -> float: ...
 
 
 class Rotary:
@@ -78,7 +41,7 @@ class Rotary:
     def __init__(
         self,
         dim: int,
-        numbers: RopeNumbers,
+        numbers: RopeFacts,
         context_length: int,
         served_length: int,
         ops: Ops,
@@ -125,15 +88,15 @@ def _exponents(dim: int) -> Tensor:
     return torch.arange(0, dim, 2, dtype=torch.float) / dim
 
 
-def _plain(dim: int, numbers: RopeNumbers) -> Tensor:
+def _plain(dim: int, numbers: RopeFacts) -> Tensor:
     return 1.0 / numbers.theta ** _exponents(dim)
 
 
-def _linear(dim: int, numbers: RopeNumbers) -> Tensor:
+def _linear(dim: int, numbers: RopeFacts) -> Tensor:
     return _plain(dim, numbers) / numbers.factor
 
 
-def _llama3(dim: int, numbers: RopeNumbers) -> Tensor:
+def _llama3(dim: int, numbers: RopeFacts) -> Tensor:
     """Long wavelengths are divided by the factor, short ones kept, the ones between are mixed."""
     plain = _plain(dim, numbers)
     turns = numbers.original_length * plain / (2 * math.pi)  # within the trained length
@@ -142,7 +105,7 @@ def _llama3(dim: int, numbers: RopeNumbers) -> Tensor:
     return (1 - kept) * plain / numbers.factor + kept * plain
 
 
-def _yarn(dim: int, numbers: RopeNumbers) -> Tensor:
+def _yarn(dim: int, numbers: RopeFacts) -> Tensor:
     """Dimensions that turn often keep their frequency, slow ones are divided, a ramp between."""
 
     def dimension_of(turns: float) -> float:
@@ -159,7 +122,7 @@ def _yarn(dim: int, numbers: RopeNumbers) -> Tensor:
     return plain / numbers.factor * divided + plain * (1 - divided)
 
 
-def _longrope(dim: int, numbers: RopeNumbers, length: int) -> Tensor:
+def _longrope(dim: int, numbers: RopeFacts, length: int) -> Tensor:
     """Each frequency has its own divisor, in one set per range of lengths."""
     is_long = length > numbers.original_length
     divisors = numbers.long_factor if is_long else numbers.short_factor
@@ -168,7 +131,7 @@ def _longrope(dim: int, numbers: RopeNumbers, length: int) -> Tensor:
     return 1.0 / (torch.tensor(divisors) * numbers.theta ** _exponents(dim))
 
 
-def _magnitude(numbers: RopeNumbers, context_length: int, served_length: int) -> float:
+def _magnitude(numbers: RopeFacts, context_length: int, served_length: int) -> float:
     """Factor on cos and sin that keeps the softmax as sharp as in training."""
     if numbers.kind == "yarn":
         return _yarn_magnitude(numbers)
@@ -180,7 +143,7 @@ def _magnitude(numbers: RopeNumbers, context_length: int, served_length: int) ->
     return 1.0
 
 
-def _longrope_magnitude(numbers: RopeNumbers, context_length: int) -> float:
+def _longrope_magnitude(numbers: RopeFacts, context_length: int) -> float:
     """LongRoPE, section 3.3: from the ratio by which the trained length is extended."""
     if numbers.attention_factor is not None:
         return numbers.attention_factor
@@ -188,7 +151,7 @@ def _longrope_magnitude(numbers: RopeNumbers, context_length: int) -> float:
     return math.sqrt(1 + math.log(max(1.0, stretch)) / math.log(numbers.original_length))
 
 
-def _yarn_magnitude(numbers: RopeNumbers) -> float:
+def _yarn_magnitude(numbers: RopeFacts) -> float:
     """YaRN, section 3.4."""
 
     def magnitude(weight: float) -> float:

@@ -106,6 +106,9 @@ class KVStore:
         self.rollback_checkpoints = (
             rollback_checkpoints if any(group.kind == STATE for group in groups) else 0
         )
+        states = (group.num_pages for group in groups if group.kind == STATE)
+        self.first_rollback_checkpoint = next(states, 0)
+        """The first rollback checkpoint page; 0 without STATE groups."""
         self.caches = tuple(caches)
         self.is_host = device.type == "cpu"
         """The pages are in host memory."""
@@ -164,11 +167,6 @@ class KVStore:
             if copy.when == when and copy.is_on_device:
                 for pages in self._pages_of(copy.group):
                     pages[copy.dst.page].copy_(pages[copy.src.page])
-
-    @property
-    def first_rollback_checkpoint(self) -> int:
-        """The first rollback checkpoint page. Only if there are STATE groups."""
-        return next(group.num_pages for group in self.groups if group.kind == STATE)
 
     def roll_back(self, pages: Sequence[int], checkpoints: Sequence[int]) -> None:
         """Copy states from rollback checkpoint pages to `pages`."""

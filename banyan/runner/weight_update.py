@@ -96,7 +96,7 @@ def load_weights(
     if config.is_watched:
         from banyan.runner.hooks import watch_layers
 
-        watch_layers(model, config, build.groups.everyone.rank)
+        watch_layers(model, config, build.groups.everyone.rank, build.ranges)
     return model
 
 
@@ -355,7 +355,11 @@ class LoadedWeights:
         """The model config of the checkpoint at `path`; ConfigError if it is another model."""
         config, mine = self._config, self._model_config
         found = read_model_config(
-            path, overrides=config.overrides, is_foreign=config.implementation == "transformers"
+            path,
+            overrides=config.overrides,
+            is_foreign=config.implementation == "transformers",
+            config_file=config.config_file,
+            with_media=mine.media is not None,
         )
         same = replace(
             found, path=mine.path, format=mine.format, dtype=mine.dtype, pooling=mine.pooling

@@ -7,7 +7,6 @@ from banyan.base.ids import NO_STEP, PADDING_SLOT, SlotId, StepId
 from banyan.grammar.base import Grammar
 from banyan.kv_cache.cache import TOKEN_BYTES, Lease
 from banyan.kv_cache.loads import PrefixLoad
-from banyan.messages.events import LiveRequest
 from banyan.messages.requests import Generate
 
 WAITING = "waiting"
@@ -250,23 +249,6 @@ class Request:
     def last_sampled_at(self) -> StepId:
         """Step of the newest sampling row in flight."""
         return max((f.step for f in self.flights if f.samples), default=NO_STEP)
-
-    def as_live(self, now: float) -> LiveRequest:
-        """The request as the control verb "requests" reports it."""
-        phase = "decode" if self.is_decoding else "prefill"
-        stats = self.stats
-        admitted_s = now if stats.admitted_s is None else stats.admitted_s
-        return LiveRequest(
-            request=self.id,
-            phase=phase if self.state == RUNNING else "queue",
-            prompt_tokens=self.prompt_len,
-            computed_tokens=self.planned,
-            cached_tokens=stats.cached_tokens,
-            output_tokens=self.output_len,
-            age_s=max(0.0, now - stats.submitted_s),
-            queue_s=max(0.0, admitted_s - stats.submitted_s),
-            retractions=stats.retractions,
-        )
 
     def enter(self, slot: SlotId, lease: Lease, cached: int) -> None:
         """WAITING -> RUNNING, with `cached` tokens found in the cache."""

@@ -223,7 +223,7 @@ async def _run(state: ServerState, id: str) -> None:
     answers = AnswerLog(
         files.path(found.output_file_id),
         files.path(found.error_file_id),
-        partial(files.grow, id, owner=found.owner),
+        partial(files.reservations.add, id, owner=found.owner),
     )
 
     def on_progress() -> None:
@@ -233,7 +233,7 @@ async def _run(state: ServerState, id: str) -> None:
 
     try:
         await asyncio.to_thread(answers.recover)
-        files.has_grown_to(id, answers.num_found, found.owner)
+        files.reservations.set(id, answers.num_found, found.owner)
         on_progress()
         if found.status == "in_progress":
             work = run_lines(
@@ -258,7 +258,7 @@ async def _run(state: ServerState, id: str) -> None:
     finally:
         answers.close()
     await _finish(storage, id)
-    files.grown(id)
+    files.reservations.end(id)
 
 
 async def _read(storage: Storage, batch: StoredBatch) -> tuple[list[BatchLine], list[Fault]]:

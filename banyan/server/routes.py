@@ -9,14 +9,7 @@ from dataclasses import replace
 
 from banyan.base.errors import RequestError
 from banyan.server import embeddings, scores
-from banyan.server.admin import (
-    control,
-    health,
-    memory,
-    recordings,
-    server_info,
-    weights,
-)
+from banyan.server.admin import control, health, memory, recordings, server_info, weights
 from banyan.server.admin.metrics import show_metrics
 from banyan.server.anthropic.route import anthropic_routes
 from banyan.server.batches import BatchRequest, batch, batches
@@ -159,20 +152,10 @@ def _openai_routes() -> list[Route]:
             body=CHAT,
         ),
         Route(
-            "/v1/completions",
-            _POST,
-            completions,
-            about="Create a text completion",
-            body=COMPLETION,
+            "/v1/completions", _POST, completions, about="Create a text completion", body=COMPLETION
         ),
         Route("/v1/models", _GET, list_models, about="List the served models"),
-        Route(
-            "/v1/models/",
-            _GET,
-            show_model,
-            about="Get one model",
-            below={"{model}": _GET},
-        ),
+        Route("/v1/models/", _GET, show_model, about="Get one model", below={"{model}": _GET}),
         *responses_routes(),
         Route("/v1/files", _BOTH, files, about="List or upload batch files", body=UPLOAD),
         Route(
@@ -183,11 +166,7 @@ def _openai_routes() -> list[Route]:
             below={"{file_id}": ("GET", "DELETE"), "{file_id}/content": _GET},
         ),
         Route(
-            "/v1/batches",
-            _BOTH,
-            batches,
-            about="List or create batches",
-            body=Body(BatchRequest),
+            "/v1/batches", _BOTH, batches, about="List or create batches", body=Body(BatchRequest)
         ),
         Route(
             "/v1/batches/",
@@ -330,12 +309,7 @@ def _information_routes() -> list[Route]:
 
 
 def _admin_routes() -> list[Route]:
-    return [
-        *_request_control_routes(),
-        *_cache_routes(),
-        *_weight_routes(),
-        *_diagnostic_routes(),
-    ]
+    return [*_request_control_routes(), *_cache_routes(), *_weight_routes(), *_diagnostic_routes()]
 
 
 def _request_control_routes() -> list[Route]:
@@ -400,11 +374,7 @@ def _cache_routes() -> list[Route]:
             body=Body(pins.UnpinRequest, is_query=True),
         ),
         Route(
-            "/pinned_prefixes",
-            _GET,
-            pins.pinned_prefixes,
-            auth.ADMIN,
-            about="List pinned prompts",
+            "/pinned_prefixes", _GET, pins.pinned_prefixes, auth.ADMIN, about="List pinned prompts"
         ),
         Route(
             "/hicache/storage-backend",

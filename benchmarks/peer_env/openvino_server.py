@@ -1,7 +1,7 @@
-"""OpenVINO GenAI behind /v1/completions: its ContinuousBatchingPipeline, driven step by step.
+"""OpenVINO GenAI as /v1/completions: its ContinuousBatchingPipeline, driven step by step.
 
 openvino_server.py MODEL_FOLDER PORT [--cache-gb N]
-openvino_server.py --convert MODEL.gguf     (writes the IR beside the file)
+openvino_server.py --convert MODEL.gguf     (writes the IR next to the file)
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""transformers behind /v1/completions: `generate` on static batches of whatever waits.
+"""transformers as /v1/completions: `generate` on static batches of whatever waits.
 
 transformers_server.py MODEL_FOLDER PORT [--dtype float32|bfloat16]
 

@@ -31,17 +31,17 @@ def test_results_that_are_near_are_right() -> None:
         (lambda x: torch.full_like(x, float("nan")), "off by inf"),
     ],
 )
-def test_results_that_are_off_are_told_with_the_difference(result, why) -> None:
+def test_results_that_are_off_are_reported_with_the_difference(result, why) -> None:
     off = [result(wanted) for wanted in TAKEN.wanted()]
     assert why in outcome(run=lambda ops, place: off).why
 
 
-def test_a_call_that_fails_is_told_and_ends_nothing() -> None:
+def test_a_call_that_fails_is_reported_and_ends_nothing() -> None:
     found = outcome()
     assert "AttributeError" in found.why and "npu_rms_norm" in found.why
 
 
-def test_no_device_is_told(capsys, monkeypatch) -> None:
+def test_no_device_is_reported(capsys, monkeypatch) -> None:
     monkeypatch.delenv("BANYAN_NPU", raising=False)
     assert main(["npu-selfcheck"]) == 2
     assert "torch_npu is not installed" in capsys.readouterr().err

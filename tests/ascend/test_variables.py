@@ -27,7 +27,7 @@ def test_what_this_build_has_not_is_refused_on_npu_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", named(SO))
-def test_what_is_so_already_is_told(name: str) -> None:
+def test_what_is_so_already_is_reported(name: str) -> None:
     (note,) = parse(["M", "--device", "npu"], read_environment({name: "1"})).observe.notes
     assert note.startswith(f"{name} is set to the behaviour that applies anyway: ")
 

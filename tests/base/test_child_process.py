@@ -79,7 +79,7 @@ def test_a_child_whose_parent_ended_before_it_began_ends_at_once(child_module):
     assert child.communicate(timeout=WAIT_S) == (None, b"") and child.returncode == 1
 
 
-def test_an_unasked_end_is_told_with_the_exit_code(child_module):
+def test_an_unasked_end_is_reported_with_the_exit_code(child_module):
     deaths, told = [], threading.Event()
     child = spawn(child_module, "engine", b"fail")
     child.watch(lambda text: (deaths.append(text), told.set()))
@@ -87,7 +87,7 @@ def test_an_unasked_end_is_told_with_the_exit_code(child_module):
     assert deaths == [f"engine (pid {child.pid}) ended with exit code 7"]
 
 
-def test_a_killed_child_is_told_with_the_signal(child_module, tmp_path):
+def test_a_killed_child_is_reported_with_the_signal(child_module, tmp_path):
     deaths, told = [], threading.Event()
     child = spawn(child_module, "rank1", str(tmp_path / "taken").encode())
     child.watch(lambda text: (deaths.append(text), told.set()))

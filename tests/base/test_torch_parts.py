@@ -47,7 +47,7 @@ def test_torch_computes_without_its_parts_and_they_can_be_brought() -> None:
     assert after == ["[]", "(1, 2, 3, 4)", "tensor([2., 3.])", "tensor(0.) Linear"]
 
 
-def test_whoever_asks_for_a_part_gets_it() -> None:
+def test_who_asks_for_a_part_gets_it() -> None:
     told = run(
         "with without_parts():",
         "    import torch",

@@ -73,7 +73,7 @@ def test_a_line_that_is_no_question_is_named(line, tmp_path):
 QUESTIONS = [Question("fact", "a", "yes"), Question("fact", "b", "yes"), Question("list", "c")]
 
 
-def test_two_servers_are_told_apart_by_right_and_by_equal_answers():
+def test_two_servers_are_distinguished_by_right_and_by_equal_answers():
     answers = [["yes it is", "no", "one two three"], ["yes it is", "yes", "one two four"]]
 
     table = score_table(QUESTIONS, answers).splitlines()

@@ -148,7 +148,7 @@ def test_the_shape_of_tiles_is_written_before_it_is_loaded_and_once(tmp_path: Pa
         assert before.count("__asm__") == 1
 
 
-def test_a_source_without_the_line_that_loads_tiles_is_told(tmp_path: Path) -> None:
+def test_a_source_without_the_line_that_loads_tiles_is_reported(tmp_path: Path) -> None:
     source = tmp_path / "mmq.cpp"
     source.write_text(TILES.replace("&tc", "&shape"))
     with pytest.raises(PeerError, match="mmq.cpp does not have one line '_tile_loadconfig"):
@@ -163,7 +163,7 @@ def test_llama_is_built_for_this_cpu_or_for_what_our_avx2_kernels_use() -> None:
     assert named == {"sse42", "avx", "avx2", "fma", "f16c", "bmi2"}
 
 
-def test_engines_held_to_avx2_are_other_programs_and_who_cannot_be_held_is_told() -> None:
+def test_engines_held_to_avx2_are_other_programs_and_who_cannot_be_held_is_reported() -> None:
     place, model = Place(Path("peers")), MODELS["smollm2"]
     ours, theirs = (
         peer_held_to("avx2", name).command(place, model, 1).words for name in ("banyan", "llamacpp")

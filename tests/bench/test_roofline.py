@@ -85,7 +85,7 @@ def test_a_step_reads_every_weight_once_and_every_rows_cache() -> None:
     assert cost.arithmetic == INT8
 
 
-def test_an_embedding_beside_an_untied_output_is_not_read_through() -> None:
+def test_an_embedding_next_to_an_untied_output_is_not_read_through() -> None:
     tied = [TensorInfo("token_embd.weight", (100, 8), "F32", 0, 3200)]
     untied = [*tied, TensorInfo("output.weight", (100, 8), "F32", 0, 3200)]
     first = whole_step(MODEL_CONFIG, tied, 0.1, 1, 1, 0, 4)

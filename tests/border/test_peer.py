@@ -47,7 +47,7 @@ def test_what_another_server_hands_over_changes_no_answer_and_leaks_nothing(
 
 
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_a_recorded_world_beside_another_server_replays_plan_for_plan(tmp_path, seed: int) -> None:
+def test_a_recorded_world_next_to_another_server_replays_plan_for_plan(tmp_path, seed: int) -> None:
     path, journals = str(tmp_path / "journal"), []
 
     def record(core):

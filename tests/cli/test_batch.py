@@ -83,7 +83,7 @@ def test_the_input_is_not_taken_for_the_output(tmp_path: Path, how: str) -> None
     assert source.read_bytes() == as_jsonl([line("a")])
 
 
-def test_a_faulty_file_is_told_by_its_lines(tmp_path: Path) -> None:
+def test_a_faulty_file_is_reported_by_its_lines(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(as_jsonl([line("a"), {"custom_id": "b"}]))
     with pytest.raises(ConfigError, match="line 2: method must be POST"):

@@ -59,7 +59,7 @@ def test_keys_are_not_shown(model: str, capsys: pytest.CaptureFixture[str]) -> N
     assert shown(capsys, model, "--api-key", "sk-1")["api-key"] == (None, "flag --api-key")
 
 
-def test_what_has_no_effect_is_told_beside_it(
+def test_what_has_no_effect_is_reported_next_to_it(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", model, "--enable-profile-cuda-graph"]) == 0

@@ -153,7 +153,7 @@ def refuse_servers(flags: Sequence[str]) -> None:
     raise AssertionError(f"no server is to be started with {flags}")
 
 
-def test_the_version_is_told_by_serve_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_reported_by_serve_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--version"]) == 0 == main(["version"])
     first, second = capsys.readouterr().out.splitlines()
     assert first == second

@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("inspect") / "model")
 
 
-def test_what_an_adapter_brings_is_told(model: Path, tmp_path: Path, capsys) -> None:
+def test_what_an_adapter_brings_is_reported(model: Path, tmp_path: Path, capsys) -> None:
     targets = ("q_proj", "v_proj", "down_proj")
     path = write_adapter(
         tmp_path / "a", 1, 4, targets, np.float16, rank_pattern={"v_proj": 2}, use_rslora=True
@@ -36,7 +36,7 @@ def test_what_an_adapter_brings_is_told(model: Path, tmp_path: Path, capsys) -> 
     assert "CAN BE SERVED" in capsys.readouterr().out
 
 
-def test_weights_that_an_adapter_brings_whole_are_told(model, tmp_path, capsys) -> None:
+def test_weights_that_an_adapter_brings_whole_are_reported(model, tmp_path, capsys) -> None:
     path = write_adapter(tmp_path / "a", 1, modules_to_save=["lm_head"])
     weights = path / "adapter_model.safetensors"
     head = np.ones((512, 64), np.float32)

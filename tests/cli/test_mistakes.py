@@ -128,7 +128,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("mistake", FLAGS)
-def test_a_mistake_in_the_flags_is_told(mistake: str, start: Callable) -> None:
+def test_a_mistake_in_the_flags_is_reported(mistake: str, start: Callable) -> None:
     words, *culprits = FLAGS[mistake]
     code, line = start(*words.split())
     assert code == FLAG
@@ -156,7 +156,9 @@ FILES: dict[str, tuple[str | bytes, str]] = {
 
 
 @pytest.mark.parametrize("mistake", FILES)
-def test_a_mistake_in_the_flag_file_is_told(mistake: str, start: Callable, tmp_path: Path) -> None:
+def test_a_mistake_in_the_flag_file_is_reported(
+    mistake: str, start: Callable, tmp_path: Path
+) -> None:
     content, culprit = FILES[mistake]
     file = tmp_path / "flags.yaml"
     file.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -165,7 +167,7 @@ def test_a_mistake_in_the_flag_file_is_told(mistake: str, start: Callable, tmp_p
     told(line, culprit, "flags.yaml")
 
 
-def test_a_folder_as_flag_file_is_told(start: Callable, tmp_path: Path) -> None:
+def test_a_folder_as_flag_file_is_reported(start: Callable, tmp_path: Path) -> None:
     code, line = start("--config", str(tmp_path))
     assert code == FLAG
     told(line, str(tmp_path))
@@ -180,7 +182,7 @@ def test_a_folder_as_flag_file_is_told(start: Callable, tmp_path: Path) -> None:
         ("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine"),
     ],
 )
-def test_a_mistake_in_the_environment_is_told(
+def test_a_mistake_in_the_environment_is_reported(
     name: str, text: str, start: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, text)
@@ -189,7 +191,7 @@ def test_a_mistake_in_the_environment_is_told(
     told(line, name)
 
 
-def test_a_port_that_is_taken_is_told(start: Callable, good_model: Path) -> None:
+def test_a_port_that_is_taken_is_reported(start: Callable, good_model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -279,7 +281,7 @@ MODELS: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MODELS)
-def test_a_damaged_model_is_told(
+def test_a_damaged_model_is_reported(
     mistake: str, start: Callable, good_model: Path, tmp_path: Path
 ) -> None:
     spoil, culprit = MODELS[mistake]
@@ -303,7 +305,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("mistake", SOURCES)
-def test_a_model_that_cannot_be_had_is_told(mistake: str, start: Callable) -> None:
+def test_a_model_that_cannot_be_had_is_reported(mistake: str, start: Callable) -> None:
     name, culprit = SOURCES[mistake]
     code, line = start(name, "--offline")
     assert code == MODEL
@@ -320,7 +322,7 @@ CONTRADICTIONS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("mistake", CONTRADICTIONS)
-def test_a_flag_that_contradicts_the_model_is_told(
+def test_a_flag_that_contradicts_the_model_is_reported(
     mistake: str, start: Callable, good_model: Path
 ) -> None:
     words, *culprits = CONTRADICTIONS[mistake]
@@ -329,7 +331,9 @@ def test_a_flag_that_contradicts_the_model_is_told(
     told(line, *culprits)
 
 
-def test_a_format_that_contradicts_the_folder_is_told(start: Callable, good_model: Path) -> None:
+def test_a_format_that_contradicts_the_folder_is_reported(
+    start: Callable, good_model: Path
+) -> None:
     code, line = start(str(good_model), "--load-format", "gguf")
     assert code == MODEL
     told(line, ".gguf")

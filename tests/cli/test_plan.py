@@ -151,7 +151,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
     assert "the KV cache needs at least 2 pages" in capsys.readouterr().err
 
 
-def test_the_memory_of_adapters_is_told(
+def test_the_memory_of_adapters_is_reported(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = write_adapter(tmp_path / "a", 1)

@@ -27,7 +27,7 @@ def notes(line: str) -> list[str]:
         ("--download-dir /d pypi:there", "owner/name"),
     ],
 )
-def test_a_flag_without_the_one_it_needs_is_told(lonely: str, needs: str) -> None:
+def test_a_flag_without_the_one_it_needs_is_reported(lonely: str, needs: str) -> None:
     (note,) = notes(lonely)
     assert note.startswith(lonely.split()[0] + " is accepted but has no effect")
     words = [word for word in lonely.split() if word not in ("demo", "pypi:there")]
@@ -49,7 +49,7 @@ def test_a_flag_without_the_one_it_needs_is_told(lonely: str, needs: str) -> Non
         ("--abort-on-priority-when-disabled", "--enable-priority-scheduling"),
     ],
 )
-def test_a_flag_that_another_makes_idle_is_told(idle: str, beside: str) -> None:
+def test_a_flag_that_another_makes_idle_is_reported(idle: str, beside: str) -> None:
     assert notes(idle) == []
     (note,) = notes(f"{idle} {beside}")
     assert note.startswith(idle.split()[0] + " is accepted but has no effect")
@@ -83,7 +83,7 @@ def test_functions_that_change_weights_are_refused_where_they_cannot_run() -> No
         refuse_conflicts(parse(words, Environment()), None, Environment())
 
 
-def test_what_only_a_server_gives_is_told_where_there_is_none() -> None:
+def test_what_only_a_server_gives_is_reported_where_there_is_none() -> None:
     (line,) = flags_that_need_a_server(parse(["--enable-metrics"], Environment()))
     assert "--enable-metrics has no effect" in line
     assert not list(flags_that_need_a_server(parse([], Environment())))

@@ -122,7 +122,7 @@ def test_what_does_not_go_together_is_refused_by_name(
         (("--cp-strategy", "round-robin-split"), "--nsa-prefill-cp-mode"),
     ],
 )
-def test_what_divides_nothing_is_told(flags: tuple[str, ...], idle: str) -> None:
+def test_what_divides_nothing_is_reported(flags: tuple[str, ...], idle: str) -> None:
     origins = {"parallel.cp_split": "flag", "parallel.divides_prompts": "flag"}
     told = list(ignored_flags(config_of(*flags), origins, NOTHING))
     assert any(f"{idle} is accepted but has no effect" in line for line in told)

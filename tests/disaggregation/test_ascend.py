@@ -75,7 +75,7 @@ def test_nothing_is_written_where_nobody_may(url: str) -> None:
     assert (memory.read(0, 10) == bytes_of(10)).all()
 
 
-def test_a_peer_that_is_gone_is_told(url: str) -> None:
+def test_a_peer_that_is_gone_is_reported(url: str) -> None:
     giver = opened(url, is_prefill=True)
     gone = Landing(f"{HERE}:{free_port()}".encode(), 1 << 21, 1 << 21)
     with pytest.raises(OSError, match="status -1"):

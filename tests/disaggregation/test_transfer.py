@@ -222,7 +222,7 @@ def test_a_request_that_ends_lets_go_of_what_it_has_begun(sides) -> None:
     assert taker.hear(CopyResult).failed == [1], "of a room that is not sought"
 
 
-def test_a_sequence_that_ends_before_its_prompt_is_computed_is_told(sides) -> None:
+def test_a_sequence_that_ends_before_its_prompt_is_computed_is_reported(sides) -> None:
     giver, taker = sides()
     seek(taker, 1)
     giver.mover.execute([CloseTransfer(ROOM)])
@@ -230,7 +230,7 @@ def test_a_sequence_that_ends_before_its_prompt_is_computed_is_told(sides) -> No
     assert lost.status == 503 and "ended there" in lost.text
 
 
-def test_a_port_that_is_taken_is_told_at_the_start() -> None:
+def test_a_port_that_is_taken_is_reported_at_the_start() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as held,
         pytest.raises(ConfigError, match="cannot listen"),
@@ -238,7 +238,7 @@ def test_a_port_that_is_taken_is_told_at_the_start() -> None:
         Side(PrefillSide, int(held.getsockname()[1]))
 
 
-def test_whoever_speaks_otherwise_is_let_go_and_others_are_served(sides) -> None:
+def test_who_speaks_otherwise_is_let_go_and_others_are_served(sides) -> None:
     giver, taker = sides()
     port = int(taker.peer.rpartition(":")[2])
     give(giver, [4])

@@ -89,7 +89,7 @@ def test_dense_blocks_that_are_whole_need_not_divide() -> None:
     assert resolve(config_of(*flags), model_config, NOTHING).parallel.dense_tp == 1
 
 
-def test_one_replica_has_nobody_to_be_joined_with_and_that_is_told() -> None:
+def test_one_replica_has_nobody_to_be_joined_with_and_that_is_reported() -> None:
     config = config_of("--enable-dp-attention", "--enable-dp-lm-head")
     told = list(ignored_flags(config, {}, NOTHING))
     assert any("--enable-dp-attention is accepted but has no effect" in line for line in told)

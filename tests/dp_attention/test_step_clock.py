@@ -107,7 +107,7 @@ def test_a_replica_that_dies_is_named_and_one_that_fails_says_why():
         clocks[1].receive()
 
 
-def test_a_replica_that_is_told_to_end_ends_nobody_who_has_nothing_to_do():
+def test_a_replica_that_is_asked_to_end_ends_nobody_who_has_nothing_to_do():
     clocks, _ = three()
     clocks[2].close()
     hear(clocks[:2])

@@ -136,7 +136,7 @@ def test_a_record_without_room_breaks_the_chain_and_the_rest_replays(recorded):
     assert "long" not in asked and any(name.startswith("r2.") for name in asked)
 
 
-def test_a_snapshot_without_room_is_told_and_the_replay_says_so(recorded, caplog, monkeypatch):
+def test_a_snapshot_without_room_is_reported_and_the_replay_says_so(recorded, caplog, monkeypatch):
     told = logging.getLogger("banyan.engine.flight_recorder")
     monkeypatch.setattr(told, "handlers", [caplog.handler])
     monkeypatch.setattr(told, "propagate", False)

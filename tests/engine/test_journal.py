@@ -147,7 +147,7 @@ def test_the_disk_gives_the_whole_journal_at_the_start(tmp_path):
     journal.close()
 
 
-def test_a_disk_without_room_for_the_journal_is_told_and_nothing_remains(tmp_path, monkeypatch):
+def test_a_disk_without_room_for_the_journal_is_reported_and_nothing_remains(tmp_path, monkeypatch):
     def full(descriptor, start, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

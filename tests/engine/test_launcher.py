@@ -191,7 +191,7 @@ def test_what_fails_fails_its_step_and_its_copies(is_async, where):
 
 
 @LAUNCHERS
-def test_launching_and_waiting_are_told_apart_where_they_overlap(is_async):
+def test_launching_and_waiting_are_distinguished_where_they_overlap(is_async):
     bell, launched, done = Bell(), threading.Event(), threading.Event()
 
     class Slow(Pending):

@@ -234,7 +234,7 @@ def test_the_engine_tells_of_each_live_request_and_of_no_more_than_asked(served)
 
 
 @pytest.mark.parametrize(("pause_s", "again"), [(0.0, True), (1e9, False)])
-def test_rest_is_told_after_the_first_work_and_then_in_long_pauses_only(
+def test_rest_is_reported_after_the_first_work_and_then_in_long_pauses_only(
     monkeypatch, pause_s, again
 ):
     monkeypatch.setattr("banyan.engine.loop.REST_S", pause_s)
@@ -355,7 +355,7 @@ def test_heartbeats_name_the_rank_that_is_silent():
         assert (stats.silent_rank, stats.silent_s) == (1, 7.5)
 
 
-def test_the_log_is_told_once_where_a_stuck_engine_stands(caplog):
+def test_the_log_reports_once_where_a_stuck_engine_stands(caplog):
     told = threading.Event()
 
     class Told(logging.Handler):
@@ -399,9 +399,7 @@ def test_an_engine_that_works_is_never_told_to_be_stuck(caplog):
 
 
 @pytest.mark.parametrize("patience", [{"soft_watchdog_s": 0.2}, {"silence_s": 5.0}])
-def test_the_log_is_told_of_a_slow_step_or_a_silent_rank_and_where_the_others_stand(
-    caplog, patience
-):
+def test_the_log_reports_a_slow_step_or_a_silent_rank_and_where_the_others_stand(caplog, patience):
     ranks, told = Ranks(), threading.Event()
 
     class Told(logging.Handler):

@@ -52,7 +52,7 @@ def test_each_node_has_as_many_ranks():
         ({"node": 0}, r"--node-rank 0 is not in 1 … 2"),
     ],
 )
-def test_a_node_that_does_not_belong_is_told_why(hello, why):
+def test_a_node_that_does_not_belong_learns_why(hello, why):
     said = _join(parallel(free_port()), "s", "s", Hello(**{**_fields(HELLO), **hello}))
 
     assert why in said

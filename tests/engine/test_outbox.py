@@ -75,7 +75,7 @@ def ids(request: RequestId, first: int, *tokens: int, **more) -> Tokens:
     return Tokens(request, first, array("i", tokens).tobytes(), **more)
 
 
-def test_what_was_told_while_its_plan_ran_is_not_sent_again():
+def test_what_was_reported_while_its_plan_ran_is_not_sent_again():
     made = outbox(streamed=(A,))
     assert made.early([ids(A, 3, 7)]) == [ids(A, 3, 7)]
     assert made.early([ids(A, 3, 7, 8, 9)]) == [ids(A, 4, 8, 9)]
@@ -86,7 +86,7 @@ def test_what_was_told_while_its_plan_ran_is_not_sent_again():
     assert not made.is_early(A)
 
 
-def test_what_a_failed_plan_told_is_left_out_of_what_is_computed_again():
+def test_what_a_failed_plan_reported_is_left_out_of_what_is_computed_again():
     made = outbox(streamed=(A,))
     made.early([ids(A, 3, 7, 8)])
     assert made.filter([ids(A, 3, 7)], 10.0) == []

@@ -22,7 +22,7 @@ def test_slow_planning_starts_earlier():
     assert forecast.wait(8, 0.0) < before
 
 
-def test_a_launch_beside_the_step_starts_earlier_by_what_it_takes():
+def test_a_launch_next_to_the_step_starts_earlier_by_what_it_takes():
     forecast = StepForecast()
     forecast.measured(8, 0.1)
     before = forecast.wait(8, 0.0)
@@ -31,7 +31,7 @@ def test_a_launch_beside_the_step_starts_earlier_by_what_it_takes():
     assert abs(before - forecast.wait(8, 0.0) - 0.02) < 1e-6
 
 
-def test_small_and_large_steps_are_told_apart():
+def test_small_and_large_steps_are_distinguished():
     forecast = StepForecast()
     forecast.measured(1, 0.01)
     forecast.measured(512, 1.0)

@@ -85,7 +85,7 @@ def test_a_folder_for_records_must_be_named_and_usable(tmp_path):
         RecordFiles(tmp_path / "file")
 
 
-def test_records_that_cannot_be_written_are_told_once_and_hold_up_nobody(tmp_path, caplog):
+def test_records_that_cannot_be_written_are_reported_once_and_hold_up_nobody(tmp_path, caplog):
     files = RecordFiles(tmp_path / "records")
     (tmp_path / "records").write_text("")
     files.ended(DONE)
@@ -116,7 +116,7 @@ def test_what_is_kept_for_a_dump_is_bounded(tmp_path):
     assert len(recent.dump("full").read_text().splitlines()) == 1 + 1000 // 364
 
 
-def test_a_dump_that_cannot_be_written_is_told(tmp_path, caplog):
+def test_a_dump_that_cannot_be_written_is_reported(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert Recent(tmp_path / "file").dump("why") is None
     assert "no dump of the last requests" in caplog.text

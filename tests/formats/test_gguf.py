@@ -176,7 +176,7 @@ def test_a_hostile_file_is_refused_with_the_reason(says: str, tmp_path: Path) ->
     assert error.value.hint
 
 
-def test_whoever_wants_no_words_gets_the_same_tensors(tmp_path: Path) -> None:
+def test_who_wants_no_words_gets_the_same_tensors(tmp_path: Path) -> None:
     with opened(tmp_path, GOOD) as file:
         pass
     with GGUFFile.open(file.path, has_words=False) as bare:

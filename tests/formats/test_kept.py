@@ -37,7 +37,7 @@ def test_an_embedding_that_is_the_head_too_counts_twice(tmp_path):
     assert kept_size(str(path)) == 64 * 74 + 64 * 8 * 20
 
 
-def test_types_that_grow_are_told_with_both_sizes():
+def test_types_that_grow_are_reported_with_both_sizes():
     mib = 1 << 20
     stored = {"IQ2_XS": 100 * mib, "Q4_K": 90 * mib, "F32": mib}
     kept = {"IQ2_XS": 216 * mib, "Q4_K": 100 * mib, "F32": 0}

@@ -402,7 +402,7 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(backend: Backend, kind
         ),
     ],
 )
-def test_a_schema_that_is_refused_is_told_a_way_out(schema: dict[str, object], told: str):
+def test_a_schema_that_is_refused_is_reported_with_a_way_out(schema: dict[str, object], told: str):
     with pytest.raises(RequestError, match=told):
         _cached("llguidance").compile(Constraint(JSON_SCHEMA, json.dumps(schema)))
 
@@ -429,7 +429,7 @@ def many_names(count: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("count", [600, 2000])
-def test_limits_that_are_met_in_what_must_come_first_are_told_when_it_is_compiled(count: int):
+def test_limits_that_are_met_in_what_must_come_first_are_reported_when_it_is_compiled(count: int):
     inner = {"type": "object", "properties": {"a": many_names(count)}, "required": ["a"]}
     for schema in (many_names(count), inner, {"anyOf": [many_names(count)] * 2}):
         with pytest.raises(RequestError, match="items; max is 2000. Ask for fewer optional"):
@@ -442,7 +442,7 @@ def test_large_schemas_within_the_limits_are_compiled():
         assert _cached("llguidance").compile(Constraint(JSON_SCHEMA, json.dumps(schema)))
 
 
-def test_limits_that_a_library_meets_while_it_writes_are_told_in_its_words():
+def test_limits_that_a_library_meets_while_it_writes_are_reported_in_its_words():
     names = [[f"q{i}_{j}" for j in range(50)] for i in range(50)]
     kinds = [{"type": "object", "properties": {n: {} for n in own}} for own in names]
     schema = {"type": "array", "items": {"anyOf": kinds}}

@@ -342,7 +342,7 @@ def test_short_constraints_pass_by_long_ones(opened: Open):
     assert not compiler.has(Constraint(long.kind, long.text + "  ").encode())
 
 
-def test_what_is_not_made_in_a_moment_is_made_beside_the_others(opened: Open):
+def test_what_is_not_made_in_a_moment_is_made_next_to_the_others(opened: Open):
     compiler, bell = opened(GrammarLimits(quick_s=0.0))
     prepared(compiler, bell, DIGITS)
     assert allowed(compiler(DIGITS))

@@ -135,7 +135,7 @@ def test_a_busy_hub_is_given_the_time_it_asks_for(
     assert waited == [7.0, 1.0]
 
 
-def test_a_hub_that_asks_for_an_hour_is_told_to_people(tmp_path: Path, hub: FakeHub) -> None:
+def test_a_hub_that_asks_for_an_hour_is_reported_to_people(tmp_path: Path, hub: FakeHub) -> None:
     hub.faults.append(Fault(status=429, headers={"Retry-After": "3600"}))
     with pytest.raises(ModelError, match=r"answers 429; the hub asks to wait 3600 s"):
         fetch(SOURCE, hub.environment(tmp_path))

@@ -97,7 +97,7 @@ def test_a_file_that_is_not_there_is_answered_with_those_that_are(
         fetch(LoadConfig(f"{REPO}/other.gguf"), hub.environment(tmp_path))
 
 
-def test_too_many_requests_are_told_with_the_time_to_wait(tmp_path: Path, hub: FakeHub) -> None:
+def test_too_many_requests_are_reported_with_the_time_to_wait(tmp_path: Path, hub: FakeHub) -> None:
     hub.refusal = (429, {"Retry-After": "42"})
     with pytest.raises(ModelError, match="429: too many requests, wait 42 s"):
         fetch(LoadConfig(REPO), hub.environment(tmp_path))

@@ -94,7 +94,7 @@ def test_who_follows_the_news_knows_what_is_held(groups):
     assert not reader.held
 
 
-def test_nothing_is_told_before_it_is_computed():
+def test_nothing_is_reported_before_it_is_computed():
     running = driver()
     ask(running, "r", list(range(1, 14)))
     running.launch()

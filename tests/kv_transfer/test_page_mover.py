@@ -94,7 +94,7 @@ def test_a_page_that_is_not_there_is_a_failed_copy_without_a_word(scene, caplog)
     assert not caplog.records
 
 
-def test_what_goes_wrong_fails_the_copy_and_is_told_once(scene, caplog):
+def test_what_goes_wrong_fails_the_copy_and_is_reported_once(scene, caplog):
     scene.store.fails = OSError(28, "no space left")
     with caplog.at_level(logging.WARNING):
         scene.mover.start([to_store(n, 3, bytes([n])) for n in range(1, 4)])
@@ -117,7 +117,7 @@ def test_a_lookup_counts_keys_that_every_group_has(scene):
     assert scene.hear(2) == [Held(4, 2), Held(5, 0)]
 
 
-def test_a_slow_store_holds_up_neither_lookups_nor_whoever_starts_copies(scene):
+def test_a_slow_store_holds_up_neither_lookups_nor_who_starts_copies(scene):
     scene.store.pages[b"\0k"] = scene.store.pages[b"\1k"] = bytes(SIZE)
     scene.store.gate.clear()
     scene.mover.start([to_store(1, 3, b"w"), from_store(2, b"k", 4)])
@@ -125,7 +125,7 @@ def test_a_slow_store_holds_up_neither_lookups_nor_whoever_starts_copies(scene):
     assert scene.hear(1) == [Held(3, 1)]
 
 
-def test_the_coming_of_many_pages_is_told_in_parts(scene):
+def test_the_coming_of_many_pages_is_reported_in_parts(scene):
     scene.store.pages[b"\0k"] = bytes(SIZE)
     scene.mover.start([from_store(n, b"k", 5) for n in range(40)])
     ended = scene.hear(40)

@@ -111,7 +111,9 @@ def test_adapters_of_experts_are_refused_where_experts_move() -> None:
 @pytest.mark.parametrize(
     "words", [("--custom-weight-loader", "math:floor"), ("--load-format", "dummy")]
 )
-def test_dora_is_refused_beside_weights_that_are_not_the_checkpoints(words, tmp_path: Path) -> None:
+def test_dora_is_refused_next_to_weights_that_are_not_the_checkpoints(
+    words, tmp_path: Path
+) -> None:
     plain, gains = (write_adapter(tmp_path / name, 1, targets=["o_proj"]) for name in ("p", "g"))
     file = gains / "adapter_model.safetensors"
     tensors = load_file(file)

@@ -250,7 +250,7 @@ def test_an_adapter_that_made_room_is_forgotten_at_once() -> None:
     assert lora_pool.replies[-1].ok and lora_pool.loaded == {"b"}
 
 
-def test_a_load_that_fails_tells_whoever_asked_and_changes_nothing() -> None:
+def test_a_load_that_fails_tells_who_asked_and_changes_nothing() -> None:
     lora_pool = Rack("a", broken=("/bad",))
     lora_pool.receive(LoadAdapter(1, "bad", "/bad"))
     lora_pool.receive(LoadAdapter(2, "a", "/a"))

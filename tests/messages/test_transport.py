@@ -275,7 +275,7 @@ def test_what_the_engine_says_before_the_front_listens_is_kept(folder):
     front.close()
 
 
-def test_an_engine_without_a_front_is_told_so_at_once(folder):
+def test_an_engine_without_a_front_learns_it_at_once(folder):
     with pytest.raises(FileNotFoundError):
         links.SocketEngineLink(folder.address("nobody"))
 
@@ -459,7 +459,7 @@ def test_sockets_have_a_path_that_is_short_enough_wherever_temporary_files_lie(
         folder.close()
 
 
-def test_where_no_place_is_short_enough_the_numbers_are_told(tmp_path, monkeypatch):
+def test_where_no_place_is_short_enough_the_numbers_are_reported(tmp_path, monkeypatch):
     deep = f"{tmp_path}/{'d' * 100}"
     os.makedirs(deep)
     monkeypatch.setattr(tempfile, "tempdir", deep)

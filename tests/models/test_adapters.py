@@ -289,7 +289,7 @@ def test_a_tokenizer_with_tokens_that_the_base_lacks_is_refused(file, ops, tmp_p
 
 
 @pytest.mark.parametrize(("is_rounded", "types"), [(False, {0}), (True, {3, 4})])
-def test_matrices_lie_in_8_bits_beside_rounded_weights_alone(
+def test_matrices_lie_in_8_bits_next_to_rounded_weights_alone(
     is_rounded, types, ops, model, tmp_path
 ):
     lora = LoraConfig(True, max_rank=8, max_loaded=4)

@@ -38,7 +38,7 @@ def test_logits_equal_those_of_transformers(variant, ops, paged, tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS | EXPERTS | STATES)
-def test_a_prompt_in_chunks_beside_another_gives_the_same_logits(variant, ops, paged, tmp_path):
+def test_a_prompt_in_chunks_next_to_another_gives_the_same_logits(variant, ops, paged, tmp_path):
     tiny(variant, tmp_path)
     model = load(tmp_path, ops)
     (whole,) = paged(model).step([(0, PROMPT)])

@@ -115,7 +115,7 @@ def test_every_form_has_spellings_and_is_tried():
     assert {name.split(",")[0].split(" ")[0] for name in FORMS} | alone == set(SPELLINGS)
 
 
-def test_a_description_beside_the_weights_of_modelopt_counts(ops, tmp_path):
+def test_a_description_next_to_the_weights_of_modelopt_counts(ops, tmp_path):
     quantised("modelopt fp8", tmp_path)
     rewrite_config(tmp_path, quantization_config=None)
     described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
@@ -285,7 +285,7 @@ def test_what_is_done_otherwise_is_said_once(name, lines, ops, tmp_path, caplog)
         assert len([text for text in said if re.search(line, text)]) == 1, said
 
 
-def test_scales_for_the_cache_are_told_and_left_out(ops, tmp_path, caplog):
+def test_scales_for_the_cache_are_reported_and_left_out(ops, tmp_path, caplog):
     quantised("compressed-tensors fp8", tmp_path)
     scales = [f"model.layers.{n}.self_attn.{kind}_scale" for n in (0, 1) for kind in "kv"]
     spoil(tmp_path, lambda tensors: tensors.update({n: torch.ones(1) for n in scales}))

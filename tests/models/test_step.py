@@ -208,7 +208,7 @@ def test_the_first_one_keeps_one_head_of_keys_and_values(ops, tmp_path):
     assert [cache.tensors["k"].shape for cache in caches] == [(1, 10)] * 3
 
 
-def test_layers_of_more_heads_lie_beside_those_of_fewer(ops, tmp_path):
+def test_layers_of_more_heads_lie_next_to_those_of_fewer(ops, tmp_path):
     tiny("step 3.7", tmp_path)
     model_config = read_model_config(str(tmp_path))
 

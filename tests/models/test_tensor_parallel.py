@@ -9,7 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.layers.build import Build
 from banyan.layers.weight_slot import ShardRule, WeightSlot
 from banyan.model_config.checkpoint import read_model_config
-from banyan.models.weights.loader import load_model
+from banyan.models.weights.loader import load_model, load_tower
 from banyan.ops.bind import bind
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 from banyan.parallel.groups import ALONE, Group, Groups, GroupsConfig, open_groups
@@ -17,6 +17,8 @@ from tests.models.conftest import PagedModel
 from tests.models.families import tiny
 from tests.parallel.ranks import rank_processes
 from tests.support.gguf import convert
+from tests.support.multimodal import random_content
+from tests.support.multimodal import tiny as tiny_multimodal
 
 CPU = torch.device("cpu")
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(30)]
@@ -84,6 +86,54 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
         for rank in range(2):
             logits = torch.tensor(answers[rank][index])
             torch.testing.assert_close(logits, expected, atol=most, rtol=0)
+
+
+TOWERS = ("qwen2_5_vl", "qwen3_vl", "mistral3", "internvl_6b")
+GRID = (2, 6, 6)
+
+
+def _features(model_config, groups=ALONE):
+    ops = bind("cpu", CPU, torch.float32, frozenset(), 16)
+    tower = load_tower(model_config, Build(ops, groups))
+    config = tower.config
+    values = config.channels * config.temporal_patch * config.patch**2
+    state = tower.begin(random_content(2 * 6 * 6, values), GRID)
+    tower.run(state, 0, tower.blocks)
+    return tower.end(state)
+
+
+def _tower_rank(rank, model_configs, address, results):
+    torch.set_num_threads(1)
+    groups = open_groups(GroupsConfig(rank, 2, address, timeout_s=60))
+    results.put(
+        (rank, [_features(model_config, groups).tolist() for model_config in model_configs])
+    )
+
+
+def test_two_ranks_give_the_features_of_one(tmp_path):
+    model_configs = []
+    for family in TOWERS:
+        tiny_multimodal(family, tmp_path / family)
+        model_configs.append(read_model_config(str(tmp_path / family)))
+    context = rank_processes()
+    results = context.Queue()
+    address = f"file://{tmp_path}/meet"
+    ranks = [
+        context.Process(target=_tower_rank, args=(r, model_configs, address, results))
+        for r in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+
+    answers = dict(results.get(timeout=120) for _ in ranks)
+
+    for rank in ranks:
+        rank.join(60)
+    assert answers[0] == answers[1]
+    for family, features, model_config in zip(TOWERS, answers[0], model_configs, strict=True):
+        expected = _features(model_config)
+        error = (torch.tensor(features) - expected).abs().max() / expected.abs().max()
+        assert 0 < error < 1e-5, family  # the sum over ranks has another order
 
 
 def shared_by_two(ops) -> Build:

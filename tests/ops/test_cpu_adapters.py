@@ -59,7 +59,7 @@ def test_the_compiled_op_equals_the_plain_one_for_tokens_of_many_adapters(adapt,
     assert not torch.equal(found[0], untouched[0])
 
 
-def test_a_token_is_the_same_bits_whatever_is_beside_it(adapt, table):
+def test_a_token_is_the_same_bits_whatever_is_next_to_it(adapt, table):
     adapters = [3, 1, 1, 2, 5, 3, *[1] * 40]
     x = random(len(adapters), INPUTS)
     together = run(adapt, x, adapters, table)
@@ -149,7 +149,7 @@ def test_adapters_join_the_product_that_was_recorded_before_them(library, dtype,
 
 
 @pytest.mark.parametrize("odd", [False, True])
-def test_matrices_beside_rounded_weights_are_kept_in_as_few_bits_as_change_them_little(adapt, odd):
+def test_matrices_next_to_rounded_weights_are_kept_in_as_few_bits_as_change_them_little(adapt, odd):
     down, up = random(6, INPUTS, seed=1) * 1e-9, random(OUTPUTS, 6, seed=2) * 1e-7
     down[2], up[:, 3] = 0.0, 0.0
     if odd:

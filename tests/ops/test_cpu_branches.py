@@ -151,7 +151,7 @@ def test_plain_torch_reads_the_same(run, context: int, window: int):
         torch.testing.assert_close(found[node], right, rtol=0, atol=1e-6)
 
 
-def test_rows_beside_one_that_branches_are_computed_as_without_it(library):
+def test_rows_next_to_one_that_branches_are_computed_as_without_it(library):
     """One is in the middle of a prompt, one at its end, and they share pages with it."""
     attention, world = PagedAttention(library), Branches(600, 16)
     q, k, v = world.numbers(KV_HEADS * GROUP, DIM), *(world.numbers(KV_HEADS, DIM) for _ in "kv")

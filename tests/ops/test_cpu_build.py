@@ -192,7 +192,7 @@ def test_a_library_that_came_along_serves_without_a_compiler(prebuilt):
     assert prebuilt.asked == []
 
 
-def test_beside_a_named_compiler_nothing_that_came_along_is_used(prebuilt):
+def test_next_to_a_named_compiler_nothing_that_came_along_is_used(prebuilt):
     prebuilt.bring("avx2")
     prebuilt.has_compiler = True
     assert prebuilt.open("avx2", "my-c++") == "built avx2"
@@ -214,7 +214,7 @@ def test_without_a_compiler_lower_instructions_that_came_along_serve(prebuilt):
     assert prebuilt.asked == ["vnni", "avx512"]
 
 
-def test_without_a_compiler_and_with_nothing_that_works_the_reason_is_told(prebuilt):
+def test_without_a_compiler_and_with_nothing_that_works_the_reason_is_reported(prebuilt):
     prebuilt.broken = {prebuilt.bring("base")}
     with pytest.raises(BuildError, match="no C.. compiler"):
         prebuilt.open("vnni")
@@ -274,7 +274,7 @@ def test_without_a_working_compiler_the_reason_names_each(tmp_path, monkeypatch)
         cached_library(folder=tmp_path)
 
 
-def test_a_compiler_that_fails_is_told_with_its_message(tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_reported_with_its_message(tmp_path, monkeypatch):
     words = ("sh", "-c", "echo 'x.cpp:1: error: nope' >&2; exit 3")
     monkeypatch.setattr(
         "banyan.ops.cpu.build.compilers",
@@ -307,7 +307,7 @@ def test_compilers_end_with_the_process_that_wants_the_library(tmp_path):
     until(lambda: not list(tmp_path.glob("*/compiling-*")))
 
 
-def test_whoever_waits_for_the_compilers_of_another_process_can_leave(tmp_path):
+def test_who_waits_for_the_compilers_of_another_process_can_leave(tmp_path):
     asking, pids = begin_endless_build(tmp_path)
     waiting, _ = begin_endless_build(tmp_path, "waiting for the CPU kernels")
     waiting.kill()

@@ -222,7 +222,7 @@ def test_a_row_is_the_same_bits_alone_and_in_any_batch(library, name):
 
 
 @pytest.mark.parametrize("inputs", [1, 2, 31, 33, 64, 95, 1100, 2081])
-def test_a_row_of_bf16_is_the_same_bits_beside_1_to_40_others(library, inputs):
+def test_a_row_of_bf16_is_the_same_bits_next_to_1_to_40_others(library, inputs):
     """Inputs that are no whole blocks, and more than all rows go through at once."""
     weight, x = stored("BF16", 72, inputs), random(40, inputs, seed=22)
     linear = pack_linear(library, weight)

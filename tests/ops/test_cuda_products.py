@@ -194,7 +194,7 @@ def test_float_weights_are_rounded_at_load(wish, type, monkeypatch):
         assert torch.equal(products.unpacked(linear.weight, torch.float32).cpu(), want)
 
 
-def test_weights_of_no_whole_blocks_are_not_rounded_and_that_is_told(caplog):
+def test_weights_of_no_whole_blocks_are_not_rounded_and_that_is_reported(caplog):
     weight = StoredWeight.from_tensor(random(8, 40))
     linear = products.packer(CudaToolkit(quantization="int8"))(weight, torch.float32, DEVICE)
     x = random(3, 40).to(DEVICE)

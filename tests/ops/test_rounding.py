@@ -38,7 +38,7 @@ def test_blocks_are_those_that_the_tool_of_the_format_reads(type: str) -> None:
 
 
 @pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_nothing_is_lost_beside_the_tool_of_the_format(type: str) -> None:
+def test_nothing_is_lost_next_to_the_tool_of_the_format(type: str) -> None:
     meant = values()[[0, 3, 4, 5]]
     kind = gguf.GGMLQuantizationType[type]
 

@@ -292,7 +292,7 @@ async def test_requests_run_side_by_side_are_answered_in_their_order():
 
 
 @asynchronous
-async def test_one_request_that_is_refused_ends_those_beside_it():
+async def test_one_request_that_is_refused_ends_those_next_to_it():
     async with serving(say("hello", ends=False)) as (client, engine):
         engine.hold = True
         asked = numbered(3)
@@ -311,7 +311,7 @@ def test_every_chunk_tells_how_much_of_the_prompt_was_cached():
 
 
 @asynchronous
-async def test_the_engine_is_told_who_asks_and_with_which_weight():
+async def test_the_engine_gets_who_asks_and_with_which_weight():
     asked = request().with_message(caller=b"research")
     async with serving(say("x")) as (client, engine):
         generator = TextGenerator(client, TOKENIZER, LIMITS, {b"research": 2.0}.__getitem__)

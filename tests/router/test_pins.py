@@ -29,7 +29,7 @@ async def test_a_name_that_is_given_is_kept() -> None:
         assert some[0].requests[0].body == body
 
 
-async def test_one_that_cannot_keep_it_and_one_that_is_away_are_told() -> None:
+async def test_one_that_cannot_keep_it_and_one_that_is_away_are_reported() -> None:
     away = FakeWorker(health=whole(b"", 503))
     await away.start()
     async with (

@@ -83,7 +83,7 @@ def test_what_orders_make_may_be_written_to_by_other_threads() -> None:
     assert made[0].item() == 1
 
 
-def test_what_cannot_be_done_is_told_and_what_follows_is_left_out() -> None:
+def test_what_cannot_be_done_is_reported_and_what_follows_is_left_out() -> None:
     inner = Inner(refuses="TakeWeights")
     result = inner.taker().launch(StepPlan(step=1, control_ops=[TAKE, RELEASE])).result()
     assert result.replies == [ControlOpReply(False, "no such file. Look again")]

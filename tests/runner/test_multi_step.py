@@ -57,7 +57,9 @@ def test_steps_that_take_next_to_nothing_ring_once_for_many(model_config, bell, 
         os.eventfd_read(bell)
 
 
-def test_what_is_told_of_a_burst_is_the_beginning_of_its_result(model_config, bell, monkeypatch):
+def test_what_is_reported_of_a_burst_is_the_beginning_of_its_result(
+    model_config, bell, monkeypatch
+):
     """Asked for in the middle of it: as soon as its last step but one has told how far it is."""
     driver, requests = prompted(model_config, bell)
     runner = driver.runner

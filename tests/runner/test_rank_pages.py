@@ -243,7 +243,7 @@ def test_a_rank_of_another_machine_that_is_lost_is_not_waited_for() -> None:
     assert time.monotonic() - began < 3.0
 
 
-def test_who_was_not_told_the_key_is_not_heard() -> None:
+def test_who_lacks_the_key_is_refused() -> None:
     door = RemoteRankAccess("127.0.0.1", lambda: False)
     assert door.address.key not in repr(door.address)
     other = zmq.curve_keypair()[0].decode()

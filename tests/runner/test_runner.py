@@ -384,7 +384,7 @@ def test_an_error_in_the_forward_fails_the_step_and_the_next_step_runs(make_wrap
     assert request.output == expected[0].output[:1]
 
 
-def test_the_copies_of_a_failed_step_are_told_as_failed(make_wrapped):
+def test_the_copies_of_a_failed_step_are_reported_as_failed(make_wrapped):
     def wrap(model):
         def failing(step):
             raise RuntimeError("device on fire")

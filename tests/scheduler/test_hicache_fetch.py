@@ -365,7 +365,7 @@ def loaded(held: int, **failed: int) -> Desk:
     return desk
 
 
-def test_a_store_that_has_not_answered_is_told_from_one_that_has_nothing() -> None:
+def test_a_store_that_has_not_answered_is_distinguished_from_one_that_has_nothing() -> None:
     desk = Desk(prefetch=TIMEOUT, timeout_s=1.0)
     desk.submit("a", LONG)
     desk.now = 9.0
@@ -376,11 +376,11 @@ def test_a_store_that_has_not_answered_is_told_from_one_that_has_nothing() -> No
     assert miss(desk) == (misses.UNSEEN, 0)
 
 
-def test_pages_that_could_not_be_read_are_told() -> None:
+def test_pages_that_could_not_be_read_are_reported() -> None:
     assert miss(loaded(held=99, failed=4)) == (misses.UNREADABLE, 24)
 
 
-def test_pages_that_are_read_more_slowly_than_computed_are_told() -> None:
+def test_pages_that_are_read_more_slowly_than_computed_are_reported() -> None:
     desk = Desk()
     desk.run("first", list(range(50, 90)), seconds=40e-6)
     desk.core.scheduler.store_fetcher.note_read(1, 1.0)

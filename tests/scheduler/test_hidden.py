@@ -50,7 +50,7 @@ class HiddenDriver(Driver):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [4, 64])
 @pytest.mark.parametrize("first", [0, 9, len(PROMPT) - 1])
-def test_every_position_from_the_first_wanted_is_told_once(depth, chunk, first):
+def test_every_position_from_the_first_wanted_is_reported_once(depth, chunk, first):
     driver = HiddenDriver(depth=depth, chunk_tokens=chunk)
     driver.submit("other", PROMPT[:13], new=9)
     driver.run()  # its prefix is cached

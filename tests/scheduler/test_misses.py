@@ -33,7 +33,7 @@ def test_what_nobody_has_sent_and_what_all_comes_from_the_cache() -> None:
     assert ask(driver, "one token", [5]) == (0, "")
 
 
-def test_what_was_evicted_is_told_from_what_was_never_there() -> None:
+def test_what_was_evicted_is_distinguished_from_what_was_never_there() -> None:
     driver = Driver(pages=9)
     ask(driver, "first", PROMPT)
     ask(driver, "large", list(range(40, 68)))
@@ -73,7 +73,7 @@ def test_the_cache_itself_may_be_why(groups: tuple[CacheGroup, ...], share: bool
     assert ask(driver, "again", PROMPT)[1] == why
 
 
-def test_a_part_of_a_page_is_not_shared_beside_states() -> None:
+def test_a_part_of_a_page_is_not_shared_next_to_states() -> None:
     groups = (CacheGroup(FULL, 4, 40), CacheGroup(STATE, 4, 6))
     limits = SchedulerLimits(max_running=4, chunk_tokens=64, max_request_tokens=200)
     driver = Driver(spec=CoreSpec(groups=groups, limits=limits))

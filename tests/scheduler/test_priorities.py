@@ -66,7 +66,7 @@ def test_only_as_many_are_retracted_as_the_newcomer_needs(depth):
     assert all(running.outputs[f"low{i}"] == continuation([i, *PROMPT], 8) for i in range(4))
 
 
-def test_lower_numbers_go_first_when_told_so():
+def test_lower_numbers_go_first_when_configured():
     running = started(HONOURED, "--schedule-low-priority-values-first")
     running.submit("busy", PROMPT, priority=5)
     running.step()

@@ -110,7 +110,7 @@ def test_drafts_that_never_come_true_are_soon_verified_no_more():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_crowd_whose_drafts_are_wrong_is_told_those_of_one_row_a_step(depth):
+def test_a_crowd_whose_drafts_are_wrong_gets_the_drafts_of_one_row_a_step(depth):
     """What tells them runs between two steps, and a step of eight rows waits for all of it."""
     driver = DraftingDriver(0.0, depth=depth, max_running=8)
     for i in range(8):

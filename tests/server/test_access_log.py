@@ -85,7 +85,7 @@ def test_a_request_that_the_engine_fails_leaves_the_line_of_its_end_alone(
     assert line.startswith("request ended ") and "reason=engine_error" in line
 
 
-def test_the_first_refusal_of_each_kind_is_told_unasked(lines: Callable[[], list[str]]) -> None:
+def test_the_first_refusal_of_each_kind_is_reported_unasked(lines: Callable[[], list[str]]) -> None:
     chat = "/v1/chat/completions"
     with site_with().serving() as site:
         for _ in range(3):
@@ -106,7 +106,7 @@ def test_the_first_refusal_of_each_kind_is_told_unasked(lines: Callable[[], list
     assert "secret" not in "".join(lines())
 
 
-def test_the_first_warning_of_each_kind_is_told_unasked(lines: Callable[[], list[str]]) -> None:
+def test_the_first_warning_of_each_kind_is_reported_unasked(lines: Callable[[], list[str]]) -> None:
     chat = "/v1/chat/completions"
     with site_with().serving() as site:
         for model in ("gpt-4", "gpt-5"):

@@ -152,7 +152,7 @@ def test_ollama_answers_tell_it_where_they_count(reporting: Site, path: str, str
 
 
 @WAYS
-def test_nobody_is_told_unless_the_server_reports_it(site: Site, stream: bool) -> None:
+def test_nothing_is_reported_unless_the_server_reports_it(site: Site, stream: bool) -> None:
     for path, body in (
         ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}}),
         ("/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": USER}),

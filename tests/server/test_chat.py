@@ -91,7 +91,7 @@ def test_usage_in_every_chunk_when_asked(http: httpx.Client) -> None:
     assert counts == sorted(counts) and counts[-1] == 5
 
 
-def test_n_answers_are_told_apart_and_the_prompt_counts_once(client: openai.OpenAI) -> None:
+def test_n_answers_are_distinguished_and_the_prompt_counts_once(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="tiny", messages=USER, n=3, seed=7)
     assert [c.index for c in answer.choices] == [0, 1, 2]
     assert answer.usage.prompt_tokens == PROMPT_TOKENS

@@ -179,7 +179,7 @@ def test_a_bad_field_is_a_400_that_names_it(
         assert answer.json()["param"] == param
 
 
-def test_parts_of_a_character_are_told_apart_in_log_probabilities(
+def test_parts_of_a_character_are_distinguished_in_log_probabilities(
     site: Site, http: httpx.Client
 ) -> None:
     site.generator.script = lambda _: steps("日本")

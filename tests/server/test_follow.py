@@ -111,7 +111,7 @@ def test_a_chunk_is_written_in_the_call_that_brings_it() -> None:
     _play(scenario)
 
 
-def test_whoever_knows_that_nothing_is_there_is_not_asked_again() -> None:
+def test_who_knows_that_nothing_is_there_is_not_asked_again() -> None:
     async def scenario(source: _Source, client: _Client) -> None:
         task = await _begun(source, client, str.encode)
         source.num_asked = 0

@@ -156,7 +156,7 @@ def test_no_more_requests_of_a_key_are_open_than_it_may_have(tmp_path: Path) -> 
         ("- keys", "must be a mapping"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_told_without_its_keys(
+def test_what_is_wrong_with_a_file_is_reported_without_its_keys(
     tmp_path: Path, text: str, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told.replace("(", "\\(")):

@@ -117,7 +117,7 @@ def test_lines_of_a_batch_count_under_the_labels_that_it_was_made_with(tmp_path:
         site.call(site.state.storage.close)
 
 
-def test_only_so_many_sets_of_values_are_told_apart() -> None:
+def test_only_so_many_sets_of_values_are_distinguished() -> None:
     with site_of(*ALLOWED).serving() as site:
         for number in range(MOST_SETS + 2):
             assert ask(site, {"tenant": str(number)}) == 200

@@ -214,7 +214,7 @@ def test_gauges_are_what_each_replica_said_last() -> None:
     assert found["num_retracted_requests_total", ("0",)] == 7
 
 
-def test_drafts_are_told_where_there_are_any() -> None:
+def test_drafts_are_reported_where_there_are_any() -> None:
     drafted = replace_stats(verify_rows=10, correct_drafts=5)
     for stats, told in ((STATS, None), (drafted, 1.5)):
         metrics = metrics_of(

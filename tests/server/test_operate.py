@@ -124,7 +124,7 @@ def test_replicas_try_before_they_release_memory(site: Site, http: httpx.Client)
     assert site.client.calls == ["pause", "try_release_memory", "resume"]
 
 
-def test_released_memory_is_told_until_it_is_resumed(site: Site, http: httpx.Client) -> None:
+def test_released_memory_is_reported_until_it_is_resumed(site: Site, http: httpx.Client) -> None:
     assert http.get("/release_memory_occupation").content == b""
     assert site.client.calls == ["release_memory"]
     assert "kv_cache, weights" in http.get("/ready").text

@@ -36,7 +36,7 @@ def test_all_who_ask_at_a_time_share_one_question_and_its_answer():
     assert asked == [0.0, PROBE_HOLDS_S]
 
 
-def test_a_bad_answer_is_told_to_all_and_does_not_hold():
+def test_a_bad_answer_is_reported_to_all_and_does_not_hold():
     asked = []
 
     async def scenario():

@@ -315,7 +315,7 @@ def test_a_taken_port_is_named() -> None:
             bind(ServerConfig(port=port))
 
 
-def test_a_server_listens_where_it_is_told_and_nowhere_else() -> None:
+def test_a_server_listens_where_configured_and_nowhere_else() -> None:
     config = config_of("--host", "127.0.0.2", "--port", "0")
     with contextlib.closing(bind(config.server)) as listener:
         port = listener.getsockname()[1]

@@ -208,7 +208,7 @@ def test_a_function_of_the_client_s_ends_the_response_after_the_servers_have_ans
 
 
 @pytest.mark.parametrize("name", ["fails", "dies", "sleeps"])
-def test_a_tool_that_fails_is_told_to_the_model_and_the_next_call_works(
+def test_a_tool_that_fails_is_reported_to_the_model_and_the_next_call_works(
     talking: Site, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     mcp_server = pytest.importorskip("banyan.server.tool_servers.mcp_server")
@@ -260,7 +260,7 @@ def test_a_long_output_is_cut_and_says_so(talking: Site, http: httpx.Client, por
     )
 
 
-def test_arguments_that_are_no_object_are_told_to_the_model() -> None:
+def test_arguments_that_are_no_object_are_reported_to_the_model() -> None:
     calls = ServerCalls(offered_tools([DEMO], ToolServers({"demo": DemoServer()}), no_report), 9)
     for text in ("[7]", '{"expression": ', "7"):
         item = {"server_label": "demo", "name": "calculator", "arguments": text}

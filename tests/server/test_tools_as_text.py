@@ -147,6 +147,6 @@ def test_tokens_are_counted_as_chat_takes_them(model: Site, http: httpx.Client) 
     assert counted["tokens"] == list(model.generator.asked[-1].prompt)
 
 
-def test_clients_of_ollama_are_told_that_tools_work(model: Site, http: httpx.Client) -> None:
+def test_clients_of_ollama_are_shown_that_tools_work(model: Site, http: httpx.Client) -> None:
     shown = http.post("/api/show", json={"model": "tiny"}).json()
     assert "tools" in shown["capabilities"]

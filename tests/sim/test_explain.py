@@ -52,7 +52,7 @@ def test_a_request_that_waits_for_a_place_says_so_and_for_how_long(recorded):
     assert explain(path, "first-request").waits == {}
 
 
-def test_pages_that_lack_and_retractions_are_told(recorded):
+def test_pages_that_lack_and_retractions_are_reported(recorded):
     driver, path = recorded(pages=9, conservativeness=0.0)
     for name in "abc":
         driver.submit(f"request-{name}", [ord(name)] * 7, new=12)
@@ -63,7 +63,7 @@ def test_pages_that_lack_and_retractions_are_told(recorded):
     assert "retracted" in str(max(told, key=lambda one: len(one.retracted_s)))
 
 
-def test_what_was_in_the_cache_is_told_and_so_is_a_pause(recorded):
+def test_what_was_in_the_cache_is_reported_and_so_is_a_pause(recorded):
     driver, path = recorded()
     driver.submit("request-one", [1] * 8, new=2, ignore_eos=True)
     run(driver)
@@ -82,7 +82,7 @@ def test_a_request_that_is_not_in_it_is_named_with_those_that_are(recorded):
         explain(path, "other")
 
 
-def test_one_that_has_not_ended_is_told_as_far_as_it_got(recorded):
+def test_one_that_has_not_ended_is_reported_as_far_as_it_got(recorded):
     driver, path = recorded()
     driver.submit("request-one", [1] * 8, new=50, ignore_eos=True)
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_one_that_has_not_ended_is_told_as_far_as_it_got(recorded):
     assert "it had not ended when this was recorded" in str(explain(path, "request-one"))
 
 
-def test_why_no_more_came_from_the_cache_is_told_and_what_would_help(recorded, capsys):
+def test_why_no_more_came_from_the_cache_is_reported_and_what_would_help(recorded, capsys):
     driver, path = recorded(pages=9)
     prompt = list(range(20, 32))
     for name, tokens in (
@@ -134,7 +134,7 @@ def test_what_was_evicted_before_the_recording_begins_has_no_time(tmp_path):
     assert "(or they were evicted before the recording begins)" in late.of_the_cache
 
 
-def test_what_others_have_of_a_prompt_is_told_to_whoever_may_read_the_recording(recorded):
+def test_what_others_have_of_a_prompt_is_reported_to_all_who_may_read_the_recording(recorded):
     driver, path = recorded()
     tokens = array("i", range(20, 32)).tobytes()
     for name, namespace in (("request-one", b"one"), ("request-two", b"two")):

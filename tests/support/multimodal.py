@@ -4,7 +4,7 @@ The processor files are written by hand, so neither Pillow nor torchvision is ne
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,6 +104,23 @@ _QWEN3_VISION = {
 }
 _QWEN = {"tokens": _QWEN_TOKENS, "image": _VISION_PAD, "video": _VIDEO_PAD}
 _INTERLEAVED = _rope(5e6, 4, 2, 2, mrope_interleaved=True) | {"head_dim": 16}
+_VIT = {
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 84,
+    "patch_size": 14,
+}
+_PIXTRAL = _VIT | {"model_type": "pixtral", "image_size": 196, "hidden_act": "silu"}
+_ROWS = {"break_token_id": "[IMG_BREAK]", "end_token_id": "[IMG_END]"}
+_RAGGED = {"size": {"longest_edge": 196}, "patch_size": 14, **_CLIP_NORM}
+
+
+def _square(side: int) -> dict[str, object]:
+    return {"size": {"height": side, "width": side}, **_HALF_NORM}
+
+
 RECIPES: Mapping[str, Recipe] = {
     "qwen2_vl": Recipe(
         "Qwen2VL",
@@ -158,6 +175,170 @@ RECIPES: Mapping[str, Recipe] = {
         _QWEN3_VISION | {"depth": 2},
         files=_qwen_files(16, _HALF_NORM),
         **_QWEN,
+    ),
+    "glm4v": Recipe(
+        "Glm4v",
+        _rope(1e4, 2, 3, 3, partial_rotary_factor=1.0) | {"head_dim": 16, "pad_token_id": 0},
+        {
+            "depth": 3,
+            "hidden_size": 40,
+            "intermediate_size": 56,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "image_size": 70,
+            "patch_size": 14,
+            "attention_bias": True,
+        },
+        {
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+            "image_token_id": "<|image|>",
+        },
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        files=_qwen_files(14, _CLIP_NORM),
+    ),
+    "paddleocr_vl": Recipe(
+        "PaddleOCRVL",
+        _rope(5e5, 2, 3, 3) | {"head_dim": 16},
+        _VIT,
+        {
+            "image_token_id": "<|IMAGE_PLACEHOLDER|>",
+            "begin_id": "<|IMAGE_START|>",
+            "end_id": "<|IMAGE_END|>",
+        },
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        files=_qwen_files(14, _CLIP_NORM),
+    ),
+    "llama4": Recipe(
+        "Llama4",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_hidden_layers": 4,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 64,
+            "pad_token_id": 0,
+        },
+        _VIT
+        | {
+            "vision_output_dim": 48,
+            "projector_input_dim": 48,
+            "projector_output_dim": 48,
+            "pixel_shuffle_ratio": 0.5,
+            "intermediate_size": 160,
+        },
+        {
+            "image_token_index": "<|patch|>",
+            "boi_token_index": "<|image_start|>",
+            "eoi_token_index": "<|image_end|>",
+            "x_id": "<|tile_x_separator|>",
+            "y_id": "<|tile_y_separator|>",
+            "whole_id": "<|image|>",
+        },
+        "<|image|>",
+        files={"preprocessor_config": _square(84) | {"max_patches": 4}},
+    ),
+    "gemma3": Recipe(
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        _VIT | {"model_type": "siglip_vision_model"},
+        {
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+            "image_token_index": "<image_soft_token>",
+        },
+        "<start_of_image>",
+        files={"preprocessor_config": _square(84)},
+        outer={"mm_tokens_per_image": 9},
+    ),
+    "llava": Recipe(
+        "Llava",
+        {"model_type": "llama"},
+        _VIT | {"model_type": "clip_vision_model", "projection_dim": 8},
+        {"image_token_index": "<image>"},
+        "<image>",
+        files={
+            "preprocessor_config": {
+                "size": {"shortest_edge": 84},
+                "crop_size": {"height": 84, "width": 84},
+                **_CLIP_NORM,
+            }
+        },
+    ),
+    "llava_siglip": Recipe(
+        "Llava",
+        {"model_type": "qwen2"},
+        _VIT | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        {"image_token_index": "<image>"},
+        "<image>",
+        files={"preprocessor_config": _square(84)},
+        outer={"vision_feature_select_strategy": "full"},
+    ),
+    "pixtral": Recipe(
+        "Llava",
+        {"model_type": "mistral", "head_dim": 16},
+        _PIXTRAL,
+        {"image_token_index": "[IMG]", **_ROWS},
+        "[IMG]",
+        files={"preprocessor_config": _RAGGED},
+        outer={"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
+    "mistral3": Recipe(
+        "Mistral3",
+        {"model_type": "mistral", "head_dim": 16},
+        _PIXTRAL,
+        {"image_token_index": "[IMG]", **_ROWS},
+        "[IMG]",
+        files={"preprocessor_config": _RAGGED},
+        outer={"spatial_merge_size": 2},
+    ),
+    "smolvlm": Recipe(
+        "SmolVLM",
+        {"model_type": "llama"},
+        _VIT,
+        {
+            "image_token_id": "<image>",
+            "fake_token_id": "<fake_token_around_image>",
+            "global_token_id": "<global-img>",
+            **{f"place_{r}_{c}": f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)},
+        },
+        "<image>",
+        files={
+            "preprocessor_config": {
+                "size": {"longest_edge": 168},
+                "max_image_size": {"longest_edge": 84},
+                **_HALF_NORM,
+            }
+        },
+        outer={"scale_factor": 3},
+    ),
+    "internvl": Recipe(
+        "InternVL",
+        {"model_type": "qwen3", "head_dim": 16},
+        _VIT | {"image_size": [84, 84], "patch_size": [14, 14], "attention_bias": True},
+        {"image_token_id": "<IMG_CONTEXT>", "begin_id": "<img>", "end_id": "</img>"},
+        "<IMG_CONTEXT>",
+        files={"preprocessor_config": _square(84) | {"min_patches": 1, "max_patches": 4}},
+    ),
+    "internvl_6b": Recipe(
+        "InternVL",
+        {"model_type": "qwen2"},
+        _VIT
+        | {
+            "image_size": [84, 84],
+            "patch_size": [14, 14],
+            "use_qk_norm": True,
+            "norm_type": "rms_norm",
+            "use_mean_pooling": False,
+        },
+        {"image_token_id": "<IMG_CONTEXT>", "begin_id": "<img>", "end_id": "</img>"},
+        "<IMG_CONTEXT>",
+        files={"preprocessor_config": _square(84) | {"min_patches": 1, "max_patches": 4}},
     ),
 }
 """Family -> how it is built."""
@@ -220,15 +401,56 @@ def normalized(content: Tensor, mean: tuple[float, ...], std: tuple[float, ...])
     return ((values - means) / stds).flatten(1)
 
 
-Features = Callable[[transformers.PreTrainedModel, Tensor, tuple[int, int, int]], Tensor]
+def _paddle_features(
+    model: transformers.PreTrainedModel, pixels: Tensor, grid: tuple[int, int, int]
+) -> Tensor:
+    """PaddleOCR-VL takes patches row by row; these come by blocks of 2 x 2."""
+    frames, height, width = grid
+    blocks = pixels.view(frames, height // 2, width // 2, 2, 2, -1).transpose(2, 3)
+    side = round((pixels.shape[1] // 3) ** 0.5)
+    rows = blocks.reshape(frames * height * width, 3, side, side)
+    with torch.no_grad():
+        found = model.model.get_image_features(rows, torch.tensor([grid]))
+    return torch.cat(list(found.pooler_output))
+
+
+def picture_features(
+    model: transformers.PreTrainedModel, pixels: Tensor, grid: tuple[int, int, int]
+) -> Tensor:
+    """Feature rows as transformers computes them from whole tiles; patches come row by row."""
+    tiles, height, width = grid
+    patches = pixels.unflatten(0, grid).unflatten(3, (3, -1))
+    side = round(patches.shape[-1] ** 0.5)
+    pictures = patches.unflatten(4, (side, side)).permute(0, 3, 1, 4, 2, 5)
+    pictures = pictures.reshape(tiles, 3, height * side, width * side)
+    vision, more = model.config.vision_config.model_type, {}
+    if vision == "pixtral":
+        more["image_sizes"] = torch.tensor([[height * side, width * side]] * tiles)
+    if hasattr(model.config, "vision_feature_layer"):
+        more["vision_feature_layer"] = model.config.vision_feature_layer
+    if hasattr(model.config, "vision_feature_select_strategy"):
+        more["vision_feature_select_strategy"] = model.config.vision_feature_select_strategy
+    if model.config.model_type in ("smolvlm", "idefics3"):
+        pictures = pictures.unsqueeze(0)
+    with torch.no_grad():
+        if model.config.model_type == "llama4":
+            found = model.multi_modal_projector(model.vision_model(pictures).last_hidden_state)
+        else:
+            found = model.model.get_image_features(pictures, **more).pooler_output
+    return torch.cat([tile.reshape(-1, tile.shape[-1]) for tile in found])
 
 
 def qwen_features(
     model: transformers.PreTrainedModel, pixels: Tensor, grid: tuple[int, int, int]
 ) -> Tensor:
     """Feature rows with DeepStack parts as transformers' Qwen-VL towers compute them."""
+    grids = torch.tensor([grid])
+    if model.config.model_type == "paddleocr_vl":
+        return _paddle_features(model, pixels, grid)
     visual = model.model.visual
+    if model.config.model_type.startswith("glm"):  # its class wants each time step by itself
+        grids = torch.tensor([(1, *grid[1:])] * grid[0])
     with torch.no_grad():
-        found = visual(pixels, grid_thw=torch.tensor([grid]))
+        found = visual(pixels, grid_thw=grids)
     parts = getattr(found, "deepstack_features", None) or []
     return torch.cat([found.pooler_output, *parts], dim=1)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import msgspec
+
 from banyan.llm import Engine
 from tests.system.serving import CALL_S, Server, launch, wait_ready, wait_until
 
@@ -125,8 +127,7 @@ def _reset_server(server: Server) -> None:
 
 def _reset_engine(engine: Engine) -> None:
     def is_whole() -> bool:
-        (state,) = engine.get_server_info()["internal_states"]
-        return _is_whole(state["stats"])
+        return _is_whole(msgspec.structs.asdict(engine.stats()))
 
     wait_until(is_whole, CALL_S, "the pages of a test to come back")
     assert engine.flush_cache()

@@ -27,10 +27,11 @@ PROSE = re.compile(
 """In docstrings, comments, messages and pages."""
 ALLOWED = re.compile(
     r"look-behind|behind (a|an|the|another|your|its own)? ?(reverse |load |TLS )?"
-    r"(prox(y|ies)|balancers?|router|gateway|load balancer|ingress|firewall|nginx|NAT)\b",
+    r"(prox(y|ies)|balancers?|router|gateway|load balancer|ingress|firewall|nginx|NAT)\b"
+    r"|\btell me\b",
     re.IGNORECASE,
 )
-"""The field's own uses."""
+"""The field's own uses, and prompts."""
 IDENTIFIERS = frozenset(
     [
         "told",

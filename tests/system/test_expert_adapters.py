@@ -45,7 +45,7 @@ def answers(engine: Engine) -> list[dict]:
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "NEXTN", pytest.param("STANDALONE", marks=OUTER)])
-def test_drafts_change_no_bit_beside_adapters_of_experts(algorithm: str, tmp_path: Path) -> None:
+def test_drafts_change_no_bit_next_to_adapters_of_experts(algorithm: str, tmp_path: Path) -> None:
     """A draft model has no adapters: its drafts are guesses."""
     variant = "deepseek v3" if algorithm == "NEXTN" else "qwen2 moe"
     reference = tiny(variant, tmp_path / "plain")

@@ -93,7 +93,7 @@ def test_drafts_come_from_a_layer_whose_experts_stay(tmp_path, caplog):
 
 
 @OUTER
-def test_adapters_stay_beside_experts_that_move(tmp_path, caplog):
+def test_adapters_stay_next_to_experts_that_move(tmp_path, caplog):
     model = tiny("qwen2 moe", tmp_path / "base", num_experts=6)
     path = random_adapter(model, tmp_path / "a", "q_proj", "o_proj")
     adapters = {"lora_paths": [f"a={path}"]}
@@ -188,7 +188,7 @@ def test_four_ranks_move_their_experts_and_change_no_bit(tmp_path, caplog):
         ),
     ],
 )
-def test_what_experts_do_not_move_beside_is_named(flags, match, tmp_path):
+def test_what_experts_do_not_move_next_to_is_named(flags, match, tmp_path):
     tiny("qwen3 moe", tmp_path, num_experts=6)
     with pytest.raises(ConfigError, match=match):
         opened(tmp_path, **MOVING | flags)

@@ -151,7 +151,7 @@ def server_record(server: Server) -> Callable[..., str]:
         (VARIANT, {"num_continuous_decode_steps": 4}, "--num-continuous-decode-steps"),
     ],
 )
-def test_what_choices_cannot_be_recorded_beside_is_named(variant, flags, match, tmp_path):
+def test_what_choices_cannot_be_recorded_next_to_is_named(variant, flags, match, tmp_path):
     tiny(variant, tmp_path)
     with pytest.raises(ConfigError, match=match):
         banyan.Engine(

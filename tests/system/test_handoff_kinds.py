@@ -200,7 +200,7 @@ def correct(answer: dict) -> int:
 
 
 @pytest.mark.skipif(not ALL, reason="make test-parallel")
-def test_a_draft_model_that_only_one_side_has_is_told_of(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_draft_model_that_only_one_side_has_is_reported(tiny_model: Path, tmp_path: Path) -> None:
     model = with_words("deepseek v3", tmp_path / "model", tiny_model)
     with engines(model, {}, {"speculative_algorithm": "NEXTN"}) as uneven:
         _, second = uneven.start(input_ids=PROMPT, sampling_params=GREEDY)

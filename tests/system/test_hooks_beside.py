@@ -69,33 +69,33 @@ def sees_and_changes_nothing(model: Path, told: Path, ranks: int, **flags: objec
     assert answer(model, **flags, forward_hooks=hook(told, -40.0)) != plain
 
 
-def test_beside_drafts_of_the_text(tiny_model: Path, told: Path) -> None:
+def test_next_to_drafts_of_the_text(tiny_model: Path, told: Path) -> None:
     sees_and_changes_nothing(tiny_model, told, 1, **INSIDE, speculative_algorithm="NGRAM")
 
 
 @WHOLE
-def test_beside_drafts_of_another_model(tiny_model: Path, told: Path) -> None:
+def test_next_to_drafts_of_another_model(tiny_model: Path, told: Path) -> None:
     drafting = {"speculative_algorithm": "STANDALONE", **ADAPTIVE}
     named = {"speculative_draft_model_path": str(tiny_model), **drafting}
     sees_and_changes_nothing(tiny_model, told, 1, **INSIDE, **named)
 
 
 @WHOLE
-def test_beside_drafts_of_the_model_itself(tmp_path: Path, told: Path) -> None:
+def test_next_to_drafts_of_the_model_itself(tmp_path: Path, told: Path) -> None:
     tiny_mtp("deepseek v3", tmp_path / "model")
     named = {"speculative_algorithm": "NEXTN", **ADAPTIVE}
     sees_and_changes_nothing(tmp_path / "model", told, 1, **INSIDE, **named)
 
 
 @WHOLE
-def test_beside_drafts_of_a_model_made_for_it(tmp_path: Path, told: Path) -> None:
+def test_next_to_drafts_of_a_model_made_for_it(tmp_path: Path, told: Path) -> None:
     tiny_eagle("mistral", tmp_path / "model", tmp_path / "eagle")
     named = {"speculative_algorithm": "EAGLE", **ADAPTIVE}
     named["speculative_draft_model_path"] = str(tmp_path / "eagle")
     sees_and_changes_nothing(tmp_path / "model", told, 1, **INSIDE, **named)
 
 
-def test_beside_adapters(tiny_model: Path, tmp_path: Path, told: Path) -> None:
+def test_next_to_adapters(tiny_model: Path, tmp_path: Path, told: Path) -> None:
     named = [f"a={write_adapter(tmp_path / 'a', 0)}"]
     sees_and_changes_nothing(tiny_model, told, 1, **INSIDE, lora_paths=named)
 
@@ -119,7 +119,7 @@ def test_on_every_rank(variant: str, layout: dict[str, object], tmp_path: Path, 
 
 
 @WHOLE
-def test_beside_a_second_replica(tiny_model: Path, told: Path) -> None:
+def test_next_to_a_second_replica(tiny_model: Path, told: Path) -> None:
     sees_and_changes_nothing(tiny_model, told, 1, dp_size=2)
 
 

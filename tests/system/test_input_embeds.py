@@ -48,7 +48,7 @@ def test_embeddings_of_tokens_give_the_answer_of_the_tokens(engine, table, param
     assert answer["meta_info"]["prompt_tokens"] == len(PROMPT)
 
 
-def test_a_batch_of_embeddings_runs_beside_prompts_of_tokens(engine, table):
+def test_a_batch_of_embeddings_runs_next_to_prompts_of_tokens(engine, table):
     prompts = [PROMPT, SHORT, PROMPT[3:20]]
     expected = engine.generate(input_ids=prompts, sampling_params=GREEDY)
     embeds = [rows(table, p) for p in prompts]

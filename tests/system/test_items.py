@@ -77,6 +77,6 @@ def test_a_delimiter_stands_between_query_and_item(scoring, tiny_model, tmp_path
     assert backwards == score(scoring, by_hand, item_first=True)
 
 
-def test_the_switch_for_many_items_is_told_to_have_nothing_left_to_do():
+def test_the_switch_for_many_items_reports_to_have_nothing_left_to_do():
     (note,) = parse(["--enable-mis"], Environment()).observe.notes
     assert "share the query through the prefix cache" in note

@@ -161,12 +161,12 @@ def test_who_missed_some_gets_them_from_a_number_on(told):
         ({"encoding": "json"}, "encoding must be one of map, array"),
     ],
 )
-def test_what_is_wrong_with_the_configuration_is_told(given, told):
+def test_what_is_wrong_with_the_configuration_is_reported(given, told):
     with pytest.raises(ConfigError, match=told.replace("(", r"\(").replace("[", r"\[")):
         kv_events(ObserveConfig(kv_events={"publisher": "zmq", **given}))
 
 
-def test_nobody_is_told_unless_asked_for():
+def test_nothing_is_reported_unless_asked_for():
     assert kv_events(config_of().observe) is None
     asked = config_of("--kv-events-config", '{"publisher": "null", "bind": null}').observe
     assert kv_events(asked) is None

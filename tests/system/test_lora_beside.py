@@ -224,7 +224,7 @@ def test_a_store_keeps_prefixes_of_adapters_and_of_their_versions_apart(
     assert other["mine"][0] == first["b"][0] != first["mine"][0]
 
 
-def test_adapters_lie_beside_weights_that_are_taken_at_run_time(
+def test_adapters_lie_next_to_weights_that_are_taken_at_run_time(
     folders, tiny_model, tmp_path
 ) -> None:
     other = write_tiny_model(tmp_path / "other", seed=7)

@@ -46,7 +46,7 @@ def ask(server, number: int) -> dict[str, int]:
     return json.loads(last.removeprefix("data: "))["meta_info"]
 
 
-def test_counts_are_exactly_what_clients_were_told(server):
+def test_counts_are_exactly_what_clients_saw(server):
     before = figures(server)
     with ThreadPoolExecutor(4) as pool:
         told = list(pool.map(lambda n: ask(server, n), range(24)))

@@ -47,7 +47,7 @@ def test_of_a_repeated_prompt_the_last_token_alone_is_computed(engine, length):
     assert told(answers[0]) == told(answers[1]) == told(answers[2])
 
 
-def test_scores_of_a_prompt_are_told_from_the_first_that_is_wanted(engine):
+def test_scores_of_a_prompt_are_reported_from_the_first_that_is_wanted(engine):
     engine.flush_cache()
     prompt = [4 + 11 * i % 370 for i in range(60)]
     found = [

@@ -241,7 +241,7 @@ def test_a_stopped_rank_is_named_after_the_deadline_and_the_replica_is_started_a
 
 
 @pytest.mark.slow
-def test_a_slow_step_is_told_to_the_log_and_ends_nothing(server):
+def test_a_slow_step_is_reported_to_the_log_and_ends_nothing(server):
     flags = ("--tp-size", "2", "--soft-watchdog-timeout", "0.5", "--log-level", "warning")
     with server(*flags, *ENDLESS) as running:
         streams = load(running, count=2, max_new_tokens=3000)

@@ -116,7 +116,7 @@ def test_a_stream_tells_it_in_its_last_chunk(server, model):
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_the_routes_of_openai_tell_it_beside_their_choices(is_chat, server, model):
+def test_the_routes_of_openai_tell_it_next_to_their_choices(is_chat, server, model):
     words = "one two three four five"
     asked: dict = (
         {"messages": [{"role": "user", "content": words}]} if is_chat else {"prompt": words}
@@ -142,7 +142,7 @@ def test_the_routes_of_openai_tell_it_beside_their_choices(is_chat, server, mode
         assert native["meta_info"]["routed_experts"] == found
 
 
-def test_requests_that_ask_are_answered_beside_drafts_of_others(tmp_path):
+def test_requests_that_ask_are_answered_next_to_drafts_of_others(tmp_path):
     tiny_mtp("deepseek v3", tmp_path)
     answers = []
     for drafts in ({}, {"speculative_algorithm": "NEXTN", "disable_adaptive_drafts": True}):
@@ -203,7 +203,7 @@ def test_bursts_leave_those_alone_that_ask(model):
         ({"return_routed_experts": 3}, "true or false"),
     ],
 )
-def test_what_cannot_be_told_is_refused(body, match, engine):
+def test_what_cannot_be_reported_is_refused(body, match, engine):
     with pytest.raises(RequestError, match=match):
         engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY, **body)
 

@@ -36,7 +36,7 @@ def with_words(make, variant: str, folder: Path, words: Path) -> Path:
     ],
     ids=lambda given: next(iter(given)),
 )
-def test_a_layer_of_the_checkpoint_drafts_beside_states(tiny_model, tmp_path, flags, names):
+def test_a_layer_of_the_checkpoint_drafts_next_to_states(tiny_model, tmp_path, flags, names):
     model, correct = with_words(tiny_next, "qwen3 next", tmp_path, tiny_model), 0
     with start(model, is_drafting=False, **flags) as engine:
         right = {name: [told(each) for each in answers(engine, **REQUESTS[name])] for name in names}

@@ -255,7 +255,7 @@ def test_a_prefix_is_used_up_to_the_first_page_that_is_wrong(start, folder, righ
     assert told(found) == right and 0 < stored_tokens(found) < KEPT
 
 
-def test_a_full_disk_is_told_once_and_costs_no_answer(
+def test_a_full_disk_is_reported_once_and_costs_no_answer(
     start, folder, monkeypatch, caplog, right
 ) -> None:
     def full(*args):

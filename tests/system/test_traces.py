@@ -110,7 +110,7 @@ def test_spans_go_over_grpc_to_an_address_without_a_scheme(
     assert {"POST /v1/completions", "generate", *PHASES} == {span["name"] for span in spans}
 
 
-def test_what_is_refused_or_left_is_told_as_that_and_no_text_is(
+def test_what_is_refused_or_left_is_reported_as_that_and_no_text_is(
     server: StartServer, collector: Collector
 ) -> None:
     address = f"http://127.0.0.1:{collector.port}/v1/traces"

@@ -216,7 +216,9 @@ def test_a_text_that_takes_too_long_ends_its_process(monkeypatch: pytest.MonkeyP
     made.close()
 
 
-def test_bad_texts_and_bad_tokenizers_are_told(encoder: EncodeProcesses, tmp_path: Path) -> None:
+def test_bad_texts_and_bad_tokenizers_are_reported(
+    encoder: EncodeProcesses, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match="not valid Unicode"):
         encoder.ids(["\ud800"], EncodeKind.PARSED)
     assert encoder.ids(["a"], EncodeKind.PARSED), "the process goes on"

@@ -227,7 +227,7 @@ def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config", "generation_config", "special_tokens_map"])
-def test_a_broken_file_beside_the_tokenizer_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_broken_file_next_to_the_tokenizer_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=name):
         load_tokenizer(write(tmp_path, tokenizer=tokenizer_json(), **{name: "[1"}))
 

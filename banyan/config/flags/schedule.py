@@ -11,7 +11,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=1 << 16,
-        proof="tests/scheduler/test_scheduler.py::test_no_more_requests_run_at_once_than_told",
+        proof="tests/scheduler/test_scheduler.py::test_no_more_requests_run_at_once_than_allowed",
     ),
     Flag(
         "max-queued-requests",
@@ -19,7 +19,7 @@ FLAGS = (
         "maximum number of waiting requests; more get 503; default: no limit",
         kind=INT,
         low=1,
-        proof="tests/scheduler/test_scheduler.py::test_no_more_requests_wait_than_told",
+        proof="tests/scheduler/test_scheduler.py::test_no_more_requests_wait_than_allowed",
     ),
     Flag(
         "max-queued-tokens",
@@ -29,7 +29,7 @@ FLAGS = (
         kind=INT,
         low=1,
         documented=False,
-        proof="tests/scheduler/test_scheduler.py::test_no_more_tokens_wait_than_told",
+        proof="tests/scheduler/test_scheduler.py::test_no_more_tokens_wait_than_allowed",
     ),
     Flag(
         "chunked-prefill-size",
@@ -39,6 +39,14 @@ FLAGS = (
         kind=INT,
         low=UNSAID,
         proof="tests/scheduler/test_scheduler.py::test_a_prompt_is_taken_in_chunks_of_the_budget",
+    ),
+    Flag(
+        "enable-dynamic-chunking",
+        "schedule.shrinks_chunks",
+        "with --pipeline-parallel-size: later chunks of a prompt are smaller, so that all take the "
+        "same time",
+        kind=SWITCH,
+        proof="tests/scheduler/test_scheduler.py::test_later_chunks_take_as_long_as_the_first",
     ),
     Flag(
         "max-prefill-tokens",
@@ -93,7 +101,7 @@ FLAGS = (
         "schedule.low_priority_first",
         "treat lower priority numbers as more urgent",
         kind=SWITCH,
-        proof="tests/scheduler/test_priorities.py::test_lower_numbers_go_first_when_told_so",
+        proof="tests/scheduler/test_priorities.py::test_lower_numbers_go_first_when_configured",
     ),
     Flag(
         "priority-scheduling-preemption-threshold",
@@ -179,7 +187,7 @@ FLAGS = (
         kind=FLOAT,
         low=0.0,
         high=FOREVER_S,
-        proof="tests/system/test_processes.py::test_a_slow_step_is_told_to_the_log_and_ends_nothing",
+        proof="tests/system/test_processes.py::test_a_slow_step_is_reported_to_the_log_and_ends_nothing",
     ),
     Flag(
         "crash-on-nan",

@@ -7,7 +7,7 @@ FLAGS = (
         "host",
         "server.host",
         "address to listen on",
-        proof="tests/server/test_serve.py::test_a_server_listens_where_it_is_told_and_nowhere_else",
+        proof="tests/server/test_serve.py::test_a_server_listens_where_configured_and_nowhere_else",
     ),
     Flag(
         "port",
@@ -16,7 +16,7 @@ FLAGS = (
         kind=INT,
         low=0,
         high=65535,
-        proof="tests/cli/test_mistakes.py::test_a_port_that_is_taken_is_told",
+        proof="tests/cli/test_mistakes.py::test_a_port_that_is_taken_is_reported",
     ),
     Flag(
         "grpc-mode",

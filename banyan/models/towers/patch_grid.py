@@ -31,6 +31,21 @@ def _by_block(values: Tensor, merge: int) -> Tensor:
     return blocks.transpose(1, 2).flatten()
 
 
+def by_block(grid: Grid, merge: int) -> Tensor:
+    """Where the patches of each block are if patches come row by row, int64 [patches]."""
+    frames, height, width = grid
+    one = _by_block(torch.arange(height * width).view(height, width), merge)
+    return (torch.arange(frames).unsqueeze(1) * height * width + one).flatten()
+
+
+def buckets(index: Tensor, size: int, side: int) -> Tensor:
+    """Places in a table of `side` values for indices on an axis of `size`: the nearest below, in
+    the float32 arithmetic of Idefics 3."""
+    borders = torch.arange(1 / side, 1.0, 1 / side)
+    share = (index.float() * (1.0 / torch.tensor(size))).clamp(max=1.0 - 1e-6)
+    return torch.bucketize(share, borders, right=True)
+
+
 def windows(grid: Grid, merge: int, side: int) -> tuple[Tensor, list[int]]:
     """The order of feature rows in which each window's come together, and the patches of each.
 

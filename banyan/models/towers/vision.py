@@ -15,12 +15,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear, RowLinear, pack
 from banyan.layers.mlp import GatedMLP, PlainMLP
-from banyan.layers.norm import LayerNorm, RMSNorm
+from banyan.layers.norm import SpreadNorm
 from banyan.layers.rotary import Angles
 from banyan.layers.weight_slot import Layer, RotaryRows, ShardRule, WeightSlot, single
 from banyan.model_config.media import TowerConfig
 from banyan.model_config.model_config import ModelConfig
-from banyan.models.towers.patch_grid import Grid, Segments, coordinates, interpolation, windows
+from banyan.models.towers.mergers import MERGERS, PatchMerger, norm_of
+from banyan.models.towers.patch_grid import (
+    Grid,
+    Segments,
+    buckets,
+    by_block,
+    coordinates,
+    interpolation,
+    windows,
+)
 from banyan.ops.api import PackedLinear
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
@@ -83,6 +92,8 @@ class Patches(Layer):
         super().__init__()
         frames = (config.temporal_patch,) if config.temporal_patch > 1 else ()
         self.shape = (config.width, config.channels, *frames, config.patch, config.patch)
+        if config.is_patch_flat:
+            self.shape = (config.width, config.channels * config.temporal_patch * config.patch**2)
         self.has_bias = config.has_patch_bias
         self.ops = build.ops
         self.weight: PackedLinear | None = None
@@ -112,11 +123,14 @@ class Patches(Layer):
 
 
 class LearnedPositions(Layer):
-    """A learned table of side² positions that is interpolated to each grid."""
+    """A learned table of side² positions that is interpolated to each grid, or used as it is.
+
+    The class token's row is where the token is: before or after the others.
+    """
 
     def __init__(self, config: TowerConfig, build: Build) -> None:
         super().__init__()
-        self.shape = (config.side**2, config.width)
+        self.shape = (config.side**2 + bool(config.class_token), config.width)
         self.table = torch.empty(0, dtype=build.dtype, device=build.device)
 
     def slots(self) -> dict[str, WeightSlot]:
@@ -134,6 +148,21 @@ class LearnedPositions(Layer):
         return total.to(table.dtype)
 
 
+class LearnedVector(Layer):
+    """A learned vector: a class token, or factors on the columns (layer scale)."""
+
+    def __init__(self, width: int, build: Build) -> None:
+        super().__init__()
+        self.width = width
+        self.values = torch.empty(0, dtype=build.dtype, device=build.device)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {"weight": single((self.width,))}
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        self.values = parts[0].dense.to(self.values)
+
+
 class TowerAttention(nn.Module):
     """Attention in both directions within segments of patches."""
 
@@ -149,18 +178,25 @@ class TowerAttention(nn.Module):
             width,
             dict.fromkeys("qkv", width),
             dict.fromkeys("qkv", rule),
-            True,
+            config.has_qkv_bias,
             group,
             build,
             turning={"q": turning, "k": turning},
         )
-        self.out = RowLinear(width, width, ShardRule(1, self.head_dim), True, group, build)
+        self.q_norm = self.k_norm = None
+        if config.has_qk_norm:
+            sizes = (width, self.head_dim, group, config.eps, build)
+            self.q_norm, self.k_norm = SpreadNorm(*sizes), SpreadNorm(*sizes)
+        rule = ShardRule(1, self.head_dim)
+        self.out = RowLinear(width, width, rule, config.has_output_bias, group, build)
         self.ops = build.ops
 
     def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
         """x: [patches, width]."""
-        heads = (-1, self.head_dim)
-        q, k, v = (each.unflatten(1, heads) for each in self.qkv(x).split(self.mine, dim=1))
+        q, k, v = self.qkv(x).split(self.mine, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.unflatten(1, (-1, self.head_dim)) for each in (q, k, v))
         if angles is not None:
             q, k = self.ops.rotary(q, k, *angles)
         return self.out(attend(q, k, v, segments).flatten(1))
@@ -192,42 +228,23 @@ class TowerBlock(nn.Module):
         self.attention = TowerAttention(config, group, build)
         self.mlp_norm = norm_of(config, build)
         kind = GatedMLP if config.mlp == "gated" else PlainMLP
-        self.mlp = kind(config.width, config.inner, config.activation, True, group, build)
+        self.mlp = kind(
+            config.width, config.inner, config.activation, config.has_mlp_bias, group, build
+        )
+        self.attention_scale = self.mlp_scale = None
+        if config.has_layer_scale:
+            self.attention_scale = LearnedVector(config.width, build)
+            self.mlp_scale = LearnedVector(config.width, build)
 
     def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
         """x: [patches, width]."""
-        x = x + self.attention(self.attention_norm(x), angles, segments)
-        return x + self.mlp(self.mlp_norm(x))
+        attended = self.attention(self.attention_norm(x), angles, segments)
+        x = x + _scaled(attended, self.attention_scale)
+        return x + _scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
 
 
-def norm_of(config: TowerConfig, build: Build, width: int = 0) -> RMSNorm | LayerNorm:
-    if config.norm == "rms":
-        return RMSNorm(width or config.width, config.eps, build)
-    return LayerNorm(width or config.width, config.eps, True, build)
-
-
-class PatchMerger(nn.Module):
-    """Makes one feature row of merge x merge neighbours: norm, concatenation, two projections.
-
-    Args:
-        is_norm_last: the norm follows the concatenation.
-    """
-
-    def __init__(
-        self, config: TowerConfig, group: Group, build: Build, is_norm_last: bool = False
-    ) -> None:
-        super().__init__()
-        self.wide = wide = config.width * config.merge**2
-        self.is_norm_last = is_norm_last
-        self.norm = norm_of(config, build, wide if is_norm_last else config.width)
-        self.linear_0 = ColumnLinear(wide, {"": wide}, {"": ShardRule(0)}, True, group, build)
-        self.linear_2 = RowLinear(wide, config.out, ShardRule(1), True, group, build)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [patches, width]; returns [rows, out]."""
-        x = self.norm(x.view(-1, self.wide)) if self.is_norm_last else self.norm(x)
-        x = self.linear_0(x.reshape(-1, self.wide))
-        return self.linear_2(nn.functional.gelu(x))
+def _scaled(x: Tensor, scale: LearnedVector | None) -> Tensor:
+    return x if scale is None else x * scale.values
 
 
 class VisionTower(nn.Module):
@@ -242,32 +259,40 @@ class VisionTower(nn.Module):
         self.blocks, self.width = config.blocks, config.feature_width
         group = self._group_of(config, build)
         self.patches = Patches(config, build)
+        self.class_token = LearnedVector(config.width, build) if config.class_token else None
         self.positions = LearnedPositions(config, build) if config.positions else None
+        self.first_norm = norm_of(config, build) if config.has_first_norm else None
         self.layers = nn.ModuleList(TowerBlock(config, group, build) for _ in range(config.blocks))
-        self.merger = PatchMerger(config, group, build)
+        self.last_norm = norm_of(config, build, config.last_norm) if config.last_norm else None
+        self.merger = MERGERS[config.merger](config, group, build)
         self.deep = nn.ModuleList(
             PatchMerger(config, group, build, is_norm_last=True) for _ in config.deep_blocks
         )
-        pairs = config.width // config.heads // 4  # of each axis
-        self.frequencies = config.rope_theta ** -(torch.arange(pairs) / pairs).to(build.device)
+        self.frequencies = _frequencies(config).to(build.device)  # [axes, pairs of each]
 
     @staticmethod
     def _group_of(config: TowerConfig, build: Build) -> Group:
         """The ranks that share the heads; with rows of their own each rank has the whole tower."""
         group = build.groups.attention
-        parts = (config.heads, config.inner, config.width * config.merge**2)
+        parts = (config.heads, config.inner, config.width * config.merge**2, config.out)
         is_cut = not group.gathers and all(part % group.size == 0 for part in parts)
         return group if is_cut else Group()
 
     def begin(self, content: Tensor, grid: Grid) -> TowerState:
         """See `Tower`."""
         config = self.config
+        frames, height, width = grid
         x = self.patches(content.to(self.device))
-        if self.positions is not None:
-            rows, weights = interpolation(grid, config.merge, config.side, config.positions, True)
-            x = x + self.positions(rows.to(self.device), weights.to(self.device))
+        if self.positions is not None and not config.adds_positions_last:
+            x = x + self.positions(*self._positions_of(grid))
+        x = self._with_class(x, frames)
+        if self.first_norm is not None:
+            x = self.first_norm(x)
+        if self.positions is not None and config.adds_positions_last:
+            x = x + self.positions(*self._positions_of(grid))
         angles = self._angles(grid) if config.rope_theta else None
-        whole = inside = Segments.of([grid[1] * grid[2]] * grid[0], self.device)
+        length = height * width + bool(config.class_token)
+        whole = inside = Segments.of([length] * frames, self.device)
         order = None
         if config.window:
             order, lengths = windows(grid, config.merge, config.window)
@@ -286,11 +311,16 @@ class VisionTower(nn.Module):
             state.x = self.layers[at](state.x, state.angles, segments)
             if at in config.deep_blocks:
                 merger = self.deep[config.deep_blocks.index(at)]
-                state.deep.append(self._in_order(merger(state.x), state.order))
+                state.deep.append(self._in_order(merger(self._cells(state.x)), state.order))
 
     def end(self, state: TowerState) -> Tensor:
         """See `Tower`."""
-        rows = self._in_order(self.merger(state.x), state.order)
+        x = self._without_class(state.x, state.grid)
+        if self.last_norm is not None:
+            x = self.last_norm(x)
+        if not self.config.is_by_block and self.config.merge > 1:
+            x = x[by_block(state.grid, self.config.merge).to(self.device)]
+        rows = self._in_order(self.merger(self._cells(x)), state.order)
         return torch.cat([rows, *state.deep], dim=1)
 
     def cost(self, grid: Grid) -> int:
@@ -300,30 +330,72 @@ class VisionTower(nn.Module):
         patches = frames * height * width
         matrices = 3 if config.mlp == "gated" else 2
         linear = config.width * (4 * config.width + matrices * config.inner)
-        whole, inside = (2 * config.width * pairs for pairs in self._pairs(grid))
+        side = config.window * config.merge
+        whole = frames * (height * width) ** 2  # pairs of patches that attend
+        inside = min(whole, patches * side * side)
         full = len(config.full_blocks) if config.window else config.blocks
-        seen = (whole * full + inside * (config.blocks - full)) // config.blocks
-        return patches * linear + seen
+        pairs = (whole * full + inside * (config.blocks - full)) // config.blocks
+        return patches * linear + 2 * config.width * pairs
 
-    def _pairs(self, grid: Grid) -> tuple[int, int]:
-        """Pairs of patches that attend in a full block and in a window block."""
-        frames, height, width = grid
-        whole = frames * (height * width) ** 2
-        side = self.config.window * self.config.merge
-        return whole, min(whole, frames * height * width * side * side)
+    def _positions_of(self, grid: Grid) -> tuple[Tensor, Tensor]:
+        """Rows of the table for each patch, and their weights."""
+        config = self.config
+        merge, kind = (config.merge if config.is_by_block else 1), config.positions
+        if kind in ("bilinear", "bicubic"):
+            rows, weights = interpolation(grid, merge, config.side, kind, config.aligns_corners)
+        else:
+            row, column = coordinates(grid, merge)
+            if kind == "buckets":
+                row, column = (
+                    buckets(row, grid[1], config.side),
+                    buckets(column, grid[2], config.side),
+                )
+            rows = (row * config.side + column).unsqueeze(1)
+            weights = torch.ones(len(rows), 1)
+        return (rows + (config.class_token == "first")).to(self.device), weights.to(self.device)
+
+    def _with_class(self, x: Tensor, frames: int) -> Tensor:
+        """The patches of each frame, with its class token before or after them."""
+        if self.class_token is None:
+            return x
+        token, is_first = self.class_token.values, self.config.class_token == "first"
+        if self.positions is not None:
+            token = token + self.positions.table[0 if is_first else -1]
+        tokens, x = token.expand(frames, 1, -1), x.unflatten(0, (frames, -1))
+        return torch.cat([tokens, x] if is_first else [x, tokens], dim=1).flatten(0, 1)
+
+    def _without_class(self, x: Tensor, grid: Grid) -> Tensor:
+        if self.class_token is None:
+            return x
+        x = x.unflatten(0, (grid[0], -1))
+        return (x[:, 1:] if self.config.class_token == "first" else x[:, :-1]).flatten(0, 1)
 
     def _angles(self, grid: Grid) -> Angles:
-        """Half of a head's pairs turn by the row, half by the column."""
-        axes = coordinates(grid, self.config.merge)
+        """Half of a head's pairs turn by the row, half by the column; a class token does not."""
+        config = self.config
+        row, column = coordinates(grid, config.merge if config.is_by_block else 1)
+        axes = (column, row) if config.turns_columns_first else (row, column)
         turns = torch.cat(
-            [axis.to(self.device).unsqueeze(1) * self.frequencies for axis in axes], dim=1
+            [
+                (axis.to(self.device) + config.rope_first).unsqueeze(1) * frequencies
+                for axis, frequencies in zip(axes, self.frequencies, strict=True)
+            ],
+            dim=1,
         )
+        if config.class_token:
+            turns, rest = turns.unflatten(0, (grid[0], -1)), turns.new_zeros(grid[0], 1, 1)
+            rest = rest.expand(-1, -1, turns.shape[2])
+            parts = [rest, turns] if config.class_token == "first" else [turns, rest]
+            turns = torch.cat(parts, dim=1).flatten(0, 1)
         return turns.cos(), turns.sin()
+
+    def _cells(self, x: Tensor) -> Tensor:
+        """Patches block by block, [rows, merge², width]."""
+        return x.unflatten(0, (-1, self.config.merge**2))
 
     def _by_window(self, x: Tensor, order: Tensor) -> Tensor:
         """Rows of patches [patches, …] in the order of windows."""
-        cells = x.unflatten(0, (-1, self.config.merge**2))
-        return cells[order].flatten(0, 1)
+        return self._cells(x)[order].flatten(0, 1)
 
     @staticmethod
     def _in_order(rows: Tensor, order: Tensor | None) -> Tensor:
@@ -333,3 +405,16 @@ class VisionTower(nn.Module):
         out = torch.empty_like(rows)
         out[order] = rows
         return out
+
+
+def _frequencies(config: TowerConfig) -> Tensor:
+    """Frequencies of the pairs that turn by the row, and of those that turn by the column.
+
+    Both axes have the same ones, or take turns over the frequencies of a whole head (Pixtral).
+    """
+    if not config.rope_theta:
+        return torch.empty(2, 0)
+    pairs = config.width // config.heads // 2
+    each = config.rope_theta ** -(torch.arange(pairs) / pairs)
+    own = each if config.alternates_axes else each[::2].repeat_interleave(2)
+    return torch.stack([own[0::2], own[1::2]])

@@ -15,6 +15,7 @@ import torch
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
+from banyan.base.torch_parts import complete_torch
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
 from banyan.families.nested import NESTED
@@ -212,7 +213,24 @@ def _tower_tensors(
         tensors = transform(tensors)
     if not isinstance(ops, BoundOps) or E4M3 not in ops.kept_types:
         tensors = with_plain_floats(tensors)
-    return tensors
+    return _of_blocks(tensors, model_config)
+
+
+def _of_blocks(
+    tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig
+) -> Iterator[tuple[str, Stored]]:
+    """Without the blocks after the one whose outputs are the features, and with parameters that
+    are stored as a batch of one as they are."""
+    names, media = NESTED[model_config.outer].tower, model_config.media
+    assert names is not None and media is not None
+    for name, tensor in tensors:
+        place = place_of(name, names)
+        if place is not None and block_of(place.module) >= media.tower.blocks:
+            continue
+        if isinstance(tensor, StoredWeight) and not name.endswith((".weight", ".bias")):
+            while tensor.shape[:1] == (1,):
+                tensor = tensor.at(0)
+        yield name, tensor
 
 
 def _unquantized(
@@ -483,6 +501,7 @@ def fill_dummy(
 ) -> None:
     """Fill with random weights of the checkpoint's shapes: norms around one, others small, ties
     kept."""
+    complete_torch()  # which random generators need
     generator = torch.Generator().manual_seed(seed)
 
     def random(shape: tuple[int, ...], mean: float) -> StoredWeight:

@@ -6,7 +6,7 @@ Content without facts is not (yet) a stored file. Names from clients are never u
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,19 +37,64 @@ class StoredFile(msgspec.Struct, frozen=True):
     owner: str = EVERYBODY
 
 
+class Reservations:
+    """Bytes that are being written: by file id for uploads, by batch id for outputs. They count
+    with the stored files against the limits of the storage.
+
+    Args:
+        files: the stored files.
+    """
+
+    def __init__(self, files: Mapping[str, StoredFile]) -> None:
+        self._files = files
+        self._reserved: dict[str, tuple[str, int]] = {}
+        """(owner, bytes)."""
+
+    def add(self, what: str, num_bytes: int, owner: str) -> None:
+        """Reserve bytes that `what` will write, until `end`.
+
+        Raises:
+            RequestError: 507; the storage is full, or the owner's share of it.
+        """
+        caller = owner.encode()
+        number, size = FairShare(MAX_FILES), FairShare(MAX_TOTAL_BYTES)
+        held = {f.id: (f.owner, f.num_bytes) for f in self._files.values()} | self._reserved
+        for holder, taken in held.values():
+            number.take(holder.encode())
+            size.take(holder.encode(), taken)
+        if not number.fits(caller, what not in held) or not size.fits(caller, num_bytes):
+            raise RequestError(
+                f"no room for {num_bytes} bytes: {number.total} files and {size.total} bytes are "
+                f"kept, {number.held_by(caller)} files and {size.held_by(caller)} bytes of them "
+                f"yours; at most {MAX_FILES} files and {MAX_TOTAL_BYTES} bytes are",
+                status=507,
+                code=STORAGE_FULL,
+                hint="Delete files that are no longer needed",
+            )
+        self._reserved[what] = (owner, held.get(what, (owner, 0))[1] + num_bytes)
+
+    def end(self, what: str) -> None:
+        """End the reservation: `what` is a stored file now, or was dropped."""
+        self._reserved.pop(what, None)
+
+    def set(self, what: str, num_bytes: int, owner: str) -> None:
+        """Count the bytes that an earlier process has written."""
+        self._reserved[what] = (owner, num_bytes)
+
+
 class UploadedFiles:
     """The files of one folder, by id, oldest first. Call its methods on one event loop."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._files: dict[str, StoredFile] = {}
-        self._growing: dict[str, tuple[str, int]] = {}
-        """Owner and bytes that are being written: uploads by file id, outputs by batch id."""
+        self.reservations = Reservations(self._files)
 
     def load(self) -> None:
         """Read the files in the folder."""
         found = self._folder.read_all(f"{_PREFIX}*{_FACTS}", StoredFile)
-        self._files = {f.id: f for f in sorted(found, key=lambda f: (f.created_at, f.id))}
+        self._files.clear()
+        self._files |= {f.id: f for f in sorted(found, key=lambda f: (f.created_at, f.id))}
 
     def sweep(self, growing: Sequence[str]) -> None:
         """Remove the leftovers of a crash: content without facts that is not in `growing`."""
@@ -94,12 +139,13 @@ class UploadedFiles:
             RequestError: 507; the storage is full.
         """
         id = self.fresh_id()
-        self.grow(id, len(content), owner)  # before the first await: concurrent uploads reserve too
+        # Before the first await: concurrent uploads reserve too.
+        self.reservations.add(id, len(content), owner)
         try:
             await asyncio.to_thread(self._folder.write, id, content)
             return await self.publish(id, filename, purpose, owner)
         finally:
-            self.grown(id)
+            self.reservations.end(id)
 
     async def publish(self, id: str, filename: str, purpose: str, owner: str) -> StoredFile:
         """Turn the content under `id` into a stored file."""
@@ -119,37 +165,6 @@ class UploadedFiles:
         del self._files[self.find(id, owner).id]
         # The facts first: a crash in between leaves content that no client can reach.
         await self._folder.discard(id + _FACTS, id)
-
-    def grow(self, what: str, num_bytes: int, owner: str) -> None:
-        """Reserve bytes that `what` will write, until `grown` is called.
-
-        Raises:
-            RequestError: 507; the storage is full, or the owner's share of it.
-        """
-        caller = owner.encode()
-        number, size = FairShare(MAX_FILES), FairShare(MAX_TOTAL_BYTES)
-        held = {f.id: (f.owner, f.num_bytes) for f in self._files.values()} | self._growing
-        for holder, taken in held.values():
-            number.take(holder.encode())
-            size.take(holder.encode(), taken)
-        if not number.fits(caller, what not in held) or not size.fits(caller, num_bytes):
-            raise RequestError(
-                f"no room for {num_bytes} bytes: {number.total} files and {size.total} bytes are "
-                f"kept, {number.held_by(caller)} files and {size.held_by(caller)} bytes of them "
-                f"yours; at most {MAX_FILES} files and {MAX_TOTAL_BYTES} bytes are",
-                status=507,
-                code=STORAGE_FULL,
-                hint="Delete files that are no longer needed",
-            )
-        self._growing[what] = (owner, held.get(what, (owner, 0))[1] + num_bytes)
-
-    def grown(self, what: str) -> None:
-        """End the reservation: `what` is a stored file now, or was dropped."""
-        self._growing.pop(what, None)
-
-    def has_grown_to(self, what: str, num_bytes: int, owner: str) -> None:
-        """Count the bytes that an earlier process has written."""
-        self._growing[what] = (owner, num_bytes)
 
     def fresh_id(self) -> str:
         return _PREFIX + fresh_id()

@@ -187,7 +187,7 @@ def test_with_drafts_it_says_the_same(npu, model, named, steps) -> None:
     assert sum(one["meta_info"]["spec_num_correct_drafts"] for one in found[1]) > 0
 
 
-def test_beside_weights_of_8_bits_adapters_add_the_same(npu, model, named, tmp_path, cpu) -> None:
+def test_next_to_weights_of_8_bits_adapters_add_the_same(npu, model, named, tmp_path, cpu) -> None:
     """Of what they do to scores, not more is lost than of the scores."""
     eight = Path(shutil.copytree(model, tmp_path / "eight"))
     rewrite_weights(eight, MADE["modelslim, dynamic"])

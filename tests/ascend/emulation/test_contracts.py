@@ -125,7 +125,7 @@ class TestLengthsOfGraphs:
             out = scene.single(operators, **given, lengths=[1, 1, 1])
         return graph, out
 
-    def test_a_replay_computes_with_the_lengths_it_is_told(self, operators, scene):
+    def test_a_replay_computes_with_the_lengths_it_is_given(self, operators, scene):
         graph, out = self.capture(operators, scene)
         graph.update(cpu_update_input=[{"actual_seq_lengths_kv": LENGTHS}])
         graph.replay()

@@ -32,18 +32,18 @@ def model(tmp_path: Path) -> str:
     return folder(tmp_path, LLAMA)
 
 
-def test_rules_that_are_kept_end_with_nought(model, capsys) -> None:
+def test_rules_that_are_kept_end_with_zero(model, capsys) -> None:
     assert main(["check", model, "--device", "npu", "--soc", "A3"]) == 0
     assert "verdict  A3: 0 errors, 0 warnings\n" in capsys.readouterr().out
 
 
-def test_a_rule_that_is_broken_is_told_and_ends_with_one(model, capsys) -> None:
+def test_a_rule_that_is_broken_is_reported_and_ends_with_one(model, capsys) -> None:
     assert main(["check", model, "--page-size", "64", "--soc=A2"]) == 1
     out = capsys.readouterr().out
     assert "--page-size 64" in out and "rule 2a" in out and "A2: 1 errors" in out
 
 
-def test_what_this_build_has_not_is_told_and_ends_with_two(model, capsys) -> None:
+def test_what_this_build_has_not_is_reported_and_ends_with_two(model, capsys) -> None:
     code = main(
         ["check", model, "--remote-instance-weight-loader-seed-instance-ip", "x", "--soc", "A3"]
     )

@@ -97,7 +97,9 @@ def test_a_machine_that_is_set_up_has_nothing_wrong(tmp_path: Path, soc: str) ->
 
 
 @pytest.mark.parametrize("rule", WRONG)
-def test_what_is_wrong_is_told_with_its_value_and_what_puts_it_right(tmp_path: Path, rule) -> None:
+def test_what_is_wrong_is_reported_with_its_value_and_what_puts_it_right(
+    tmp_path: Path, rule
+) -> None:
     files, other, says = WRONG[rule]
     soc = SOCS["A2"]
     (found,) = [

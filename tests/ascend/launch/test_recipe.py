@@ -260,7 +260,7 @@ def test_containers_get_the_devices_of_the_chip_and_the_same_command(soc: str) -
 @pytest.mark.parametrize(
     ("nodes", "is_told"), [("192.0.2.1,192.0.2.2", True), ("192.0.2.1", False)]
 )
-def test_several_machines_are_told_that_they_need_a_secret(nodes, is_told, capsys) -> None:
+def test_several_machines_learn_that_they_need_a_secret(nodes, is_told, capsys) -> None:
     words = ("recipe", "/models/M", "--soc", "A3", "--serve", nodes, "--interface", "eth0")
     assert main(words) == 0
     assert ("BANYAN_DIST_SECRET, the same long random text" in capsys.readouterr().err) == is_told

@@ -307,7 +307,7 @@ def test_the_rules_are_the_twenty_three() -> None:
 ALL_BROKEN = [*BROKEN.items(), *OTHERWISE]
 
 
-def test_a_rule_that_is_broken_is_told_with_its_numbers_and_what_to_do() -> None:
+def test_a_rule_that_is_broken_is_reported_with_its_numbers_and_what_to_do() -> None:
     def is_told(broken: tuple[str, Case]) -> None:
         rule, case = broken
         found = [finding for finding in check(case.launch()) if finding.rule == rule]
@@ -399,7 +399,7 @@ def test_the_allocator_s_variable_may_hold_lists() -> None:
     }
 
 
-def test_what_was_not_looked_at_is_told() -> None:
+def test_what_was_not_looked_at_is_reported() -> None:
     assert len(list(left_out(Case().launch()))) == 3
     whole = Case(model=LLAMA, interfaces=HERE, packages=frozenset())
     assert list(left_out(whole.launch())) == []

@@ -338,7 +338,7 @@ def test_the_report_holds_both_models_against_each_other_through_the_engine(tmp_
     assert "the same likeliest token at 9" in line
 
 
-def test_a_full_disk_is_told_before_and_while_it_is_written(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_and_while_it_is_written(tmp_path, monkeypatch):
     tiny("qwen2", tmp_path / "in", **SIZES)
     used = work.shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patched:

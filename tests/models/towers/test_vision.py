@@ -12,9 +12,15 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.models.towers.vision import VisionTower
 from banyan.models.weights.loader import load_tower
 from banyan.ops.bind import bind
-from tests.support.multimodal import normalized, qwen_features, random_content, tiny
+from tests.support.multimodal import (
+    normalized,
+    picture_features,
+    qwen_features,
+    random_content,
+    tiny,
+)
 
-QWEN = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
+QWEN = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "paddleocr_vl"]
 OPS = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16)
 GRIDS = [(1, 2, 2), (1, 6, 22), (1, 18, 14), (3, 8, 10)]
 
@@ -44,7 +50,33 @@ def content_of(tower: VisionTower, grid, seed: int = 0) -> torch.Tensor:
     return random_content(grid[0] * grid[1] * grid[2], values, seed)
 
 
-@pytest.fixture(params=[(family, seed) for family in QWEN for seed in (0, 1)], scope="module")
+SQUARES = ["gemma3", "llava", "llava_siglip", "smolvlm", "internvl", "internvl_6b", "llama4"]
+RAGGED = ["pixtral", "mistral3"]
+TILES = [(1, 6, 6), (3, 6, 6)]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("family", SQUARES + RAGGED)
+def test_features_of_other_towers_equal_those_of_transformers(family, seed, tmp_path):
+    reference = tiny(family, tmp_path, seed)
+    tower = load_tower(read_model_config(str(tmp_path)), Build(OPS))
+    merge = tower.config.merge
+
+    for grid in TILES if family in SQUARES else [(1, 2, 4), (1, 6, 14), (1, 12, 10)]:
+        content = content_of(tower, grid, seed)
+        found = features(tower, content, grid)
+
+        pixels = normalized(content, tower.config.mean, tower.config.std)
+        expected = picture_features(reference, pixels, grid)
+        assert found.shape == (grid[0] * grid[1] * grid[2] // merge**2, tower.width)
+        assert error_of(found, expected) < 1e-5, grid
+        assert torch.equal(features(tower, content, grid, [1] * tower.blocks), found)
+
+
+PAIRS = [(family, seed) for family in QWEN for seed in (0, 1)]
+
+
+@pytest.fixture(params=PAIRS, ids=str, scope="module")
 def pair(request, tmp_path_factory):
     """A tower and transformers' model."""
     family, seed = request.param

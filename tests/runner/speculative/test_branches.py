@@ -195,7 +195,7 @@ def test_what_is_drawn_with_a_seed_is_drawn_without_drafts_too(world):
     assert stood > 15 and moved > 5
 
 
-def test_penalties_count_what_leads_to_a_draft_and_nothing_beside_it(world):
+def test_penalties_count_what_leads_to_a_draft_and_nothing_next_to_it(world):
     strict = greedy(NEW + 8, repetition_penalty=1.6, frequency_penalty=0.5, presence_penalty=0.3)
     drawn = SamplingParams(
         max_new_tokens=NEW + 8, temperature=0.9, seed=4, repetition_penalty=1.3, min_new_tokens=9,

@@ -89,7 +89,7 @@ def test_each_step_accepts_what_a_plain_loop_accepts(pair, is_recorded: bool, dr
     assert accepted > 20 and refused > 0
 
 
-def test_requests_beside_each_other_are_drafted_for_as_alone(pair):
+def test_requests_next_to_each_other_are_drafted_for_as_alone(pair):
     plain, folder = pair
     runner, drafts = runner_of(folder, True), 5
     driver = Driver(runner)

@@ -226,7 +226,7 @@ def test_what_was_not_read_for_a_while_is_read_when_a_draft_is_asked_for(pair):
             assert result.drafts[0] == ids(plain.drafts([*prompt, *request.output], 3))
 
 
-def test_requests_beside_each_other_are_drafted_for_as_alone(pair):
+def test_requests_next_to_each_other_are_drafted_for_as_alone(pair):
     plain, folder = pair
     runner, drafts = runner_of(folder, True), 2
     driver = Driver(runner)

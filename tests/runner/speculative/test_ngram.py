@@ -181,7 +181,7 @@ def test_what_is_flushed_is_not_drafted_again():
     assert drafter.guess(2, 2) == []
 
 
-def test_two_drafters_that_are_told_the_same_draft_the_same():
+def test_two_drafters_that_get_the_same_draft_the_same():
     asked = SpeculativeConfig(algorithm="NGRAM")
     mine, other = (DRAFTERS.load("NGRAM")(asked, no_model) for _ in range(2))
     random = Random(3)
@@ -224,7 +224,7 @@ def test_with_one_way_drafts_are_a_chain():
     assert drafter.guess(1, 3) == [3, 4, 1]
 
 
-def test_places_that_agree_are_one_branch_and_the_likeliest_is_told_first():
+def test_places_that_agree_are_one_branch_and_the_likeliest_is_reported_first():
     seen = [[1, 2, 3, 50, 51], [1, 2, 3, 50, 52], [1, 2, 3, 60]]
     newest = tree_after([1, 2, 3], *seen)
     assert newest.tokens[0] == 60 and branches(newest) == {(60,), (50,), (50, 52), (50, 51)}
