@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from banyan.base.errors import ConfigError
 from banyan.cli.bench import progress_bar
 from banyan.cli.main import main
 from tests.bench.scripted import Answer, Script, Scripted, scripted_server, whole
