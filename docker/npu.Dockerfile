@@ -46,8 +46,8 @@ RUN --mount=type=bind,from=build,source=/dist,target=/dist \
 # The devices belong to root on the host, so the server runs as root: give the container no more
 # than the devices, and mount the weights so that they cannot be written.
 # Compiled kernels and downloads: `banyan recipe` mounts /var/cache/banyan of the host here.
-ENV XDG_CACHE_HOME=/var/cache/banyan
-VOLUME ["/var/cache/banyan"]
+ENV HOME=/var/lib/banyan
+VOLUME ["/var/lib/banyan/.cache"]
 EXPOSE 30000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m \
   CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ.get(\"BANYAN_PORT\", 30000)}/readyz', timeout=4)"]

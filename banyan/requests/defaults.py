@@ -49,6 +49,7 @@ def limits_of(
         takes_embeds=config.model.implementation != "transformers",
         role=config.handoff.role,
         has_rooms=config.handoff.transfer != "fake",
+        fakes_prompts=config.handoff.fakes_prompts and config.handoff.mode == "decode",
     )
 
 

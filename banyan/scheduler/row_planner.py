@@ -114,7 +114,7 @@ class RowPlanner:
         if request.is_decoding:
             drafts = 0 if checkpoint else self._drafts(request, pending, builder)
             return 1 + drafts, drafts
-        count = max(0, min(known - start, builder.budget))
+        count = max(0, min(known - start, builder.budget, self._limits.chunk_at(start)))
         if self._limits.whole_prompts and count < known - start:
             is_first = builder.budget == self._limits.chunk_tokens
             return (known - start, 0) if is_first else (0, 0)

@@ -295,7 +295,21 @@ DEFECTS: dict[str, Defect] = {
 }
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
+SELDOM_SEEN = (
+    "a refused request keeps out those that join with it",
+    "a vector is that of the first token",
+    "drafts have the masks of the token before",
+)
+"""Few worlds show them, so it takes long until one does."""
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        pytest.param(each, marks=pytest.mark.full) if each in SELDOM_SEEN else each
+        for each in DEFECTS
+    ],
+)
 def test_a_broken_runner_is_noticed(defect: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ import pytest
 
 from banyan.llm import Engine
 
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 MAX_LOGPROB_GAP = 1e-4
 TIE_GAP = 1e-4
 """Likeliest logits closer than this may fall either way; a report counts them."""

@@ -27,8 +27,8 @@ DRIVER = (
 """Of the host, at the same place inside."""
 RESOURCE = "huawei.com/Ascend910"
 """What the vendor's device plugin calls one device in Kubernetes."""
-CACHE = "/var/cache/banyan"
-"""Folder for compiled kernels and downloads, of the host and inside; the image names it."""
+CACHE, CACHE_INSIDE = "/var/cache/banyan", "/var/lib/banyan/.cache"
+"""Folder of the host for compiled kernels and downloads, and its place in the image."""
 SYSCTL_FILE = "90-banyan.conf"
 
 
@@ -39,7 +39,7 @@ def devices(soc: Soc) -> tuple[str, ...]:
 
 def mounts(model: str) -> tuple[str, ...]:
     """HOST:INSIDE of the driver's folders and of the weights, read-only, and of the cache."""
-    return (*(f"{path}:{path}:ro" for path in (*DRIVER, model)), f"{CACHE}:{CACHE}")
+    return (*(f"{path}:{path}:ro" for path in (*DRIVER, model)), f"{CACHE}:{CACHE_INSIDE}")
 
 
 def docker_run(soc: Soc, model: str, name: str, command: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ docker run --rm --name prefill-0-0 --privileged --network host --ipc host \
   --volume /etc/ascend_install.info:/etc/ascend_install.info:ro \
   --volume /var/queue_schedule:/var/queue_schedule:ro \
   --volume /models/DeepSeek-V3.2-W8A8:/models/DeepSeek-V3.2-W8A8:ro \
-  --volume /var/cache/banyan:/var/cache/banyan \
+  --volume /var/cache/banyan:/var/lib/banyan/.cache \
   banyan-npu \
   serve \
   --model-path /models/DeepSeek-V3.2-W8A8 \
@@ -94,7 +94,7 @@ docker run --rm --name prefill-0-1 --privileged --network host --ipc host \
   --volume /etc/ascend_install.info:/etc/ascend_install.info:ro \
   --volume /var/queue_schedule:/var/queue_schedule:ro \
   --volume /models/DeepSeek-V3.2-W8A8:/models/DeepSeek-V3.2-W8A8:ro \
-  --volume /var/cache/banyan:/var/cache/banyan \
+  --volume /var/cache/banyan:/var/lib/banyan/.cache \
   banyan-npu \
   serve \
   --model-path /models/DeepSeek-V3.2-W8A8 \
@@ -159,7 +159,7 @@ docker run --rm --name decode-0-0 --privileged --network host --ipc host \
   --volume /etc/ascend_install.info:/etc/ascend_install.info:ro \
   --volume /var/queue_schedule:/var/queue_schedule:ro \
   --volume /models/DeepSeek-V3.2-W8A8:/models/DeepSeek-V3.2-W8A8:ro \
-  --volume /var/cache/banyan:/var/cache/banyan \
+  --volume /var/cache/banyan:/var/lib/banyan/.cache \
   banyan-npu \
   serve \
   --model-path /models/DeepSeek-V3.2-W8A8 \
@@ -220,7 +220,7 @@ docker run --rm --name decode-0-1 --privileged --network host --ipc host \
   --volume /etc/ascend_install.info:/etc/ascend_install.info:ro \
   --volume /var/queue_schedule:/var/queue_schedule:ro \
   --volume /models/DeepSeek-V3.2-W8A8:/models/DeepSeek-V3.2-W8A8:ro \
-  --volume /var/cache/banyan:/var/cache/banyan \
+  --volume /var/cache/banyan:/var/lib/banyan/.cache \
   banyan-npu \
   serve \
   --model-path /models/DeepSeek-V3.2-W8A8 \
