@@ -1,4 +1,4 @@
-# make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | bench
+# make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | soak | bench
 #      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | docs | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -21,7 +21,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed .clients/agents/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
-.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types docs clean wheel test-wheel
+.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust soak bench bench-fidelity bench-cpu bench-pairs lint format types docs clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -83,9 +83,14 @@ test-security: $(VENV)/.test
 
 # The battery: what must hold whatever happens, line by line, into docs/trust.md; an hour and a half, most
 # of it beside an hour of load. Some lines alone: make trust LINES=T7,T19
-trust: $(VENV)/.test $(VENV)/.demo .clients/schemathesis/.installed
+trust: $(VENV)/.test $(VENV)/.demo .clients/schemathesis/.installed .clients/agents/.installed
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m tests.trust $(if $(LINES),--only $(LINES)) $(ARGS)
+
+# All routes through a router with two servers, three keys, aborts and kills; two hours: make soak MINUTES=120
+soak: $(VENV)/.test
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@ROUTED_MINUTES=$(or $(MINUTES),20) $(BIN)/python -m pytest -s tests/trust/soak_router.py $(ARGS)
 
 # The emulated NPU as either chip, with every family in every way; some minutes.
 test-npu: $(VENV)/.test .transfer/memfabric/.installed

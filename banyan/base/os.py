@@ -4,12 +4,14 @@ Banyan needs Linux: eventfd, memfd, /proc and the parent-death signal.
 """
 
 import ctypes
+import errno
 import os
 import platform
 import signal
 import stat
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import BinaryIO
 
 from banyan.base.errors import ConfigError
 
@@ -73,16 +75,26 @@ def anonymous_memory(name: str, size_bytes: int = 0, can_seal: bool = False) -> 
     return descriptor
 
 
+def open_regular(path: str) -> BinaryIO:
+    """Open a regular file for reading. A pipe or device is refused: it may have no end.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return open(handle, "rb")
+
+
 def read_whole(path: str, most_bytes: int) -> bytes:
-    """Read a small regular file. A pipe or device is refused: it may have no end.
+    """Read a small regular file.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or has more than `most_bytes`.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError("it is not a regular file")
+    with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(f"it has more than {most_bytes:,} bytes")

@@ -331,6 +331,15 @@ def peer_page(transfer_id: bytes, position: int) -> PageAt:
     return PageAt(PEER, key=transfer_id + _POSITION.pack(position))
 
 
+FAKE_ROOM = 1 << 63
+"""Part of the number of each room without a prefill server; requests name smaller numbers."""
+
+
+def is_fake_transfer(transfer_id: bytes) -> bool:
+    """Whether a transfer has no prefill server, so that its prompt is invented."""
+    return len(transfer_id) == TRANSFER_ID_BYTES and bool(transfer_id[7] & 0x80)
+
+
 def transfer_position(key: bytes) -> tuple[bytes, int]:
     """(transfer id, position) from the key of a peer page."""
     (position,) = _POSITION.unpack_from(key, TRANSFER_ID_BYTES)

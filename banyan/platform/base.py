@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
 from banyan.platform.expert_exchange import Dispatch, FusedDispatch
@@ -106,6 +107,13 @@ class Graph(Protocol):
         ...
 
 
+class Ranges(Protocol):
+    """Marks named ranges of time for profilers of others; ranges nest."""
+
+    def begin(self, name: str) -> None: ...
+    def end(self) -> None: ...
+
+
 class SideStream(Protocol):
     """A second stream next to the one of the steps; events alone order their work. Work that is
     launched on it during the capture of a graph is a part of that graph."""
@@ -182,6 +190,31 @@ class Platform(Protocol):
         """
         ...
 
+    def ranges(self) -> Ranges:
+        """Marks ranges for the profiler of the device."""
+        ...
+
+
+class TorchRanges:
+    """Ranges for the profilers of torch and of its devices, and for VTune if torch is
+    built for it."""
+
+    def __init__(self) -> None:
+        complete_torch()
+        self._itt = torch.profiler.itt if torch.profiler.itt.is_available() else None
+        self._open: list[torch.profiler.record_function] = []
+
+    def begin(self, name: str) -> None:
+        if self._itt is not None:
+            self._itt.range_push(name)
+        self._open.append(torch.profiler.record_function(name))
+        self._open[-1].__enter__()
+
+    def end(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+        if self._itt is not None:
+            self._itt.range_pop()
+
 
 class Host:
     """Base of devices whose work is done when a call returns, so nothing waits and nothing is
@@ -208,6 +241,9 @@ class Host:
 
     def interconnect(self) -> Interconnect | None:
         return None
+
+    def ranges(self) -> Ranges:
+        return TorchRanges()
 
 
 class NullPlatform(Host):

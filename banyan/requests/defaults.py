@@ -50,6 +50,7 @@ def limits_of(
         embedding_scale=model_config.embedding_scale,
         role=config.handoff.role,
         has_rooms=config.handoff.transfer != "fake",
+        fakes_prompts=config.handoff.fakes_prompts and config.handoff.mode == "decode",
     )
 
 

@@ -102,6 +102,7 @@ class Limits:
         processors: logit processors that requests may name; None = none at all.
         role: "prefill" or "decode" with PD disaggregation; "" without.
         has_rooms: requests must name their bootstrap room; else each gets one.
+        fakes_prompts: prompts of requests that name no prefill server are invented.
     """
 
     context_length: int
@@ -127,6 +128,7 @@ class Limits:
     processors: tuple[str, ...] | None = None
     role: str = ""
     has_rooms: bool = True
+    fakes_prompts: bool = False
 
     @property
     def total(self) -> int:

@@ -28,7 +28,8 @@ _WHO = (
     Flag(
         "prefill",
         "pool.prefill",
-        "a prefill server and its bootstrap port; once for each server",
+        "a prefill server and its bootstrap port, for which it is asked if none is given; once for "
+        "each server",
         kind=WORDS,
         shown="URL [PORT]",
     ),

@@ -14,7 +14,9 @@ holds the layers of one stage; inputs and outputs are sent outside the graph, an
 computed after the last stage.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +38,9 @@ from banyan.runner.sampler import Sampled
 
 log = logger(__name__)
 
+_PROFILED = 10
+"""Operations that a profile of captures shows."""
+
 
 @dataclass(frozen=True)
 class CaptureSizes:
@@ -44,11 +49,33 @@ class CaptureSizes:
         shapes: rows of the graphs, ascending; with context parallelism rows of one share.
         is_unpadded: steps of other numbers of rows go to `eager` instead of being padded.
         verified: tokens of a row with all its drafts; 0 = rows have no drafts.
+        collects: Python collects garbage meanwhile.
+        is_profiled: log which operations the captures spend their time in.
     """
 
     shapes: tuple[int, ...]
     is_unpadded: bool = False
     verified: int = 0
+    collects: bool = False
+    is_profiled: bool = False
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Captures inside take less time, as nothing is searched for garbage."""
+        was_on = gc.isenabled()
+        if not self.collects:
+            gc.disable()
+        try:
+            if not self.is_profiled:
+                yield
+                return
+            with torch.profiler.profile() as profile:
+                yield
+            table = profile.key_averages().table(sort_by="cpu_time_total", row_limit=_PROFILED)
+            log.info("profile of the capture of graphs:\n%s", table)
+        finally:
+            if was_on:
+                gc.enable()
 
 
 class CapturedForward:
@@ -126,7 +153,7 @@ class CapturedForward:
         # The largest first: the others fit into its memory.
         self._graphs: dict[tuple[int, int], Graph] = {}
         """By number of rows and tokens per row."""
-        with torch.inference_mode():
+        with torch.inference_mode(), sizes.capturing():
             for rows in reversed(self._wide):
                 self._graphs[rows, verified] = platform.capture(self._work(rows, verified))
             for rows in reversed(shapes):

@@ -106,7 +106,7 @@ def load_weights(
     if config.is_watched:
         from banyan.runner.hooks import watch_layers
 
-        watch_layers(model, config, build.groups.everyone.rank)
+        watch_layers(model, config, build.groups.everyone.rank, build.ranges)
     return model
 
 
@@ -368,6 +368,7 @@ class LoadedWeights:
             path,
             overrides=config.overrides,
             is_foreign=config.implementation == "transformers",
+            config_file=config.config_file,
             with_media=mine.media is not None,
         )
         same = replace(

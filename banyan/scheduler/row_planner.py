@@ -131,7 +131,7 @@ class RowPlanner:
                 self._prepare(request, start, builder)
             if is_whole and self._contents.reach(request, start, known) < known:
                 return 0, 0
-        count = max(0, min(known - start, builder.budget))
+        count = max(0, min(known - start, builder.budget, self._limits.chunk_at(start)))
         if count and request.generate.spans:
             count = self._contents.reach(request, start, start + count) - start
         if self._limits.whole_prompts and count < known - start:

@@ -10,7 +10,7 @@ from collections import Counter
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId, StepId
-from banyan.disaggregation.scheduling import disaggregation_side
+from banyan.disaggregation.scheduling import DECODE, disaggregation_side
 from banyan.grammar.base import Grammar, GrammarFactory
 from banyan.kv_cache.cache import KVCache, Match
 from banyan.lora.scheduling import Adapters
@@ -82,6 +82,7 @@ class Scheduler:
                 in_blocks=limits.block_drafts,
             )
         self._policy = policy
+        self._is_decode = role == DECODE
         self._fair_queue = FairQueue(limits.priorities.max_wait_s)
         self._grammars = grammars
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)
@@ -133,7 +134,8 @@ class Scheduler:
         self._fair_queue.join(request, self.request_table.alive)
         self.request_table.add(request)
         self.contents.add(request)
-        if self.cache.tier is not None:
+        has_prompt_elsewhere = self._is_decode and bool(generate.transfer_id)
+        if self.cache.tier is not None and not has_prompt_elsewhere:
             self.store_fetcher.look_up(request, now)
         if self.disaggregation is not None:
             self.disaggregation.on_queued(request)
