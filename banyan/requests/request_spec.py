@@ -38,6 +38,7 @@ class RequestContext:
         is_strict: fields without effect are refused (--strict-requests).
         tenant: digest of the caller's key. It owns what the request creates, and is part of the
             prefix-cache namespace.
+        key_name: name of the caller's key in --api-key-file; "" = none.
         is_admin: may end the requests of others.
         deadline_s: monotonic time at which the request must have ended; None = no limit.
         warnings: reports for the answer about parts of the request without effect.
@@ -47,6 +48,7 @@ class RequestContext:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     is_strict: bool = False
     tenant: bytes = b""
+    key_name: str = ""
     is_admin: bool = False
     deadline_s: float | None = None
     warnings: list[str] = field(default_factory=list[str])
@@ -126,6 +128,7 @@ class RequestSpec:
         text: how tokens become text, and which text ends the request.
         hidden: which hidden states are wanted: ALL_HIDDEN, LAST_HIDDEN, or "" for none.
         route: API that created the request, for logs and metrics: "chat", "generate", "probe".
+        key_name: name of the caller's key, for logs and metrics.
     """
 
     message: Generate
@@ -133,6 +136,7 @@ class RequestSpec:
     text: TextOptions = field(default_factory=TextOptions)
     hidden: str = ""
     route: str = ""
+    key_name: str = ""
 
     @property
     def id(self) -> RequestId:
@@ -284,6 +288,7 @@ def build_specs(
                     ANY_REPLICA if room.prefill_replica is None else room.prefill_replica
                 ),
                 stream_interval=parsed.stream_interval,
+                key_name=context.key_name,
             )
             for j in range(prompt.num_sequences)
         ]
@@ -299,6 +304,7 @@ def spec_of(
     hidden: str = "",
     experts_from: int = NO_HIDDEN,
     route: str = "",
+    key_name: str = "",
     **fields: Any,
 ) -> RequestSpec:
     """A spec from checked values.
@@ -329,7 +335,7 @@ def spec_of(
         wants_experts=experts_from != NO_HIDDEN,
         **fields,
     )
-    return RequestSpec(message, prompt, text or TextOptions(), hidden, route)
+    return RequestSpec(message, prompt, text or TextOptions(), hidden, route, key_name)
 
 
 def _ids(fields: Fields, counts: list[int]) -> Iterator[RequestId]:
