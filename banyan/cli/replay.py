@@ -191,8 +191,8 @@ def to_send(records: list[JournalRecord], left_out: Counter[str]) -> Iterator[Se
 def _objection(asked: Generate) -> str:
     if asked.grammar and Constraint.decode(asked.grammar).after:
         return "its constraint begins after the thinking, which /generate has no words for"
-    if asked.embeds:
-        return "its prompt is embeddings"
+    if asked.spans:
+        return "its prompt has contents, which a recording leaves out"
     if asked.pool:
         return "it asks for a vector"
     if asked.transfer_id:

@@ -132,8 +132,9 @@ class RequestLog:
 
     def _prompt(self, request: RequestSpec) -> object:
         """As text, or as ids where there is none."""
-        if request.message.embeds:
-            return f"{len(request.prompt)} embeddings"
+        if request.message.spans:
+            inside = sum(span.count for span in request.message.spans)
+            return f"{len(request.prompt)} tokens, {inside} of them given by content"
         is_whole = self._observe.log_detail >= WITH_ALL
         ids = request.prompt if is_whole else request.prompt[:_BEGINNING_TOKENS]
         if self.text_of is None:

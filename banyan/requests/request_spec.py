@@ -22,8 +22,8 @@ from banyan.base.ids import RequestId, fresh_id
 from banyan.base.json_types import whole_number
 from banyan.messages.requests import ANY_REPLICA, NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
+from banyan.messages.spans import Content, Span, ids_with_spans
 from banyan.requests import bootstrap
-from banyan.requests.prompts import namespace_with
 from banyan.requests.sampling_params import ParsedSampling
 from banyan.tokenizer.stop_strings import TextOptions
 
@@ -124,7 +124,7 @@ class RequestSpec:
 
     Attributes:
         message: sent to the engine.
-        prompt: the tokens of `message`.
+        prompt: the tokens of `message`, with placeholders in spans.
         text: how tokens become text, and which text ends the request.
         hidden: which hidden states are wanted: ALL_HIDDEN, LAST_HIDDEN, or "" for none.
         route: API that created the request, for logs and metrics: "chat", "generate", "probe".
@@ -176,10 +176,10 @@ class PromptSpec:
     """One prompt and its own part of a request.
 
     Attributes:
-        tokens: ids; placeholders if there are `embeds`.
+        tokens: ids; placeholders in spans.
         sampling: parsed sampling parameters, text options and constraint.
         adapter: LoRA adapter that answers; "" = the model by itself.
-        embeds: float32 [prompt, hidden] in place of the tokens.
+        spans, contents: stretches that are given by content (messages/spans.py).
         pool: the pooled vector of the prompt is wanted, and no text.
         count: sequences; None = the n of `sampling`.
     """
@@ -188,7 +188,8 @@ class PromptSpec:
     sampling: ParsedSampling
     scores: ScoreOptions = field(default_factory=ScoreOptions)
     adapter: str = ""
-    embeds: bytes = b""
+    spans: tuple[Span, ...] = ()
+    contents: tuple[Content, ...] = ()
     pool: bool = False
     count: int | None = None
 
@@ -272,13 +273,14 @@ def build_specs(
                 hidden[i],
                 experts_from,
                 route,
-                namespace=namespace_with(namespace, prompt.embeds),
+                namespace=namespace,
                 adapter=prompt.adapter,
                 priority=priority,
                 grammar=parsed.grammar,
                 pool=prompt.pool,
                 caller=context.tenant,
-                embeds=prompt.embeds,
+                spans=prompt.spans,
+                contents=prompt.contents,
                 transfer_id=b"" if room.number is None else room.name(j),
                 prefill_address=room.prefill_address,
                 replica=ANY_REPLICA if room.replica is None else room.replica,
@@ -316,7 +318,7 @@ def spec_of(
     """
     scores = scores or ScoreOptions()
     try:
-        tokens = array("i", prompt).tobytes()
+        tokens = ids_with_spans(array("i", prompt).tobytes(), fields.get("spans", ()))
     except OverflowError:
         raise RequestError("input_ids must be 32-bit integers.", param="input_ids") from None
     first_hidden = experts_from
