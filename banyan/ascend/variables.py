@@ -39,7 +39,7 @@ VARIABLES = {
         "HCCL, and passed to each group of devices; rule 9, `banyan check` prints what is needed",
     ),
     "HCCL_SOCKET_IFNAME": Variable(READ, f"{_HCCL}; rules 14"),
-    "GLOO_SOCKET_IFNAME": Variable(SO, "a rank listens where it reaches the others; rules 14"),
+    "GLOO_SOCKET_IFNAME": Variable(SET, "the interface that a rank listens on; rules 14"),
     "HCCL_OP_EXPANSION_MODE": Variable(READ, f"{_HCCL}; rule 22"),
     "HCCL_INTRA_PCIE_ENABLE": Variable(READ, _HCCL),
     "HCCL_INTRA_ROCE_ENABLE": Variable(READ, _HCCL),

@@ -48,6 +48,9 @@ class Trace:
 class Marks:
     """The spans of one thread, end to end.
 
+    Attributes:
+        totals: seconds spent by name, while it is not None (--show-time-cost).
+
     Args:
         lane: name of the thread in the trace.
     """
@@ -55,22 +58,25 @@ class Marks:
     def __init__(self, lane: str) -> None:
         self.trace: Trace | None = None
         """What is recorded into; set from any thread."""
-        self._lane = lane
+        self.totals: dict[str, float] | None = None
+        self.lane = lane
         self._since_s = 0.0
 
     def begin(self) -> None:
         """The next span begins here."""
-        if self.trace is not None:
+        if self.trace is not None or self.totals is not None:
             self._since_s = time.perf_counter()
 
     def end(self, name: str, **facts: int | float | str) -> float:
         """What was done since the last `begin` or `end` was `name`; returns when it began."""
-        trace = self.trace
-        if trace is None:
+        trace, totals = self.trace, self.totals
+        if trace is None and totals is None:
             return 0.0
         began_s, now = self._since_s, time.perf_counter()
         self._since_s = now
-        if began_s < trace.began_s:  # the recording has begun in the middle of it
+        if totals is not None:
+            totals[name] = totals.get(name, 0.0) + now - began_s
+        if trace is None or began_s < trace.began_s:  # the recording has begun in the middle of it
             return 0.0
-        trace.add(self._lane, name, began_s, now - began_s, **facts)
+        trace.add(self.lane, name, began_s, now - began_s, **facts)
         return began_s

@@ -127,7 +127,10 @@ def check_forward_hooks(
             "--model-impl transformers has others",
             hint="leave --model-impl at auto",
         )
-    log.info("steps are eager, because layers are watched (--forward-hooks, --debug-tensor-dump-*)")
+    log.info(
+        "steps are eager, because layers are watched (--forward-hooks, --debug-tensor-dump-*, "
+        "--enable-layerwise-nvtx-marker)"
+    )
     return replace(config, device=replace(config.device, is_eager=True))
 
 

@@ -12,6 +12,7 @@ from banyan.config.flags.outcome import (
     Outcome,
     counts,
     differing,
+    outcome_of,
     outcome_rows,
 )
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, REPLACED, known_flags
@@ -77,6 +78,7 @@ def reference() -> str:
         [
             _HEAD + count_line() + "\n",
             *_by_device(),
+            *_each_flag(),
             *_working(),
             *_accepted("Ignored flags: nothing to do", IDLE),
             *_accepted("Ignored flags: missing feature", BELONGS),
@@ -110,6 +112,25 @@ def _by_device() -> Iterator[str]:
         cells = (outcome.verdict, outcome.why, outcome.use)
         yield from _row(_names(*flags), given, str(devices), *cells)
     yield ""
+
+
+def _each_flag() -> Iterator[str]:
+    """A table of the documented flags that do not work alike on all devices."""
+    yield "## Each documented flag by device\n"
+    yield "*All* stands for flags with the same outcome on every device.\n"
+    yield from _table("flag", *(_DEVICE_NAMES[device] for device in DEVICES))
+    alike: dict[str, list[str]] = {}
+    for known in known_flags():
+        verdicts = [outcome_of(known, None, device).verdict for device in DEVICES]
+        if not known.documented:
+            continue
+        if len(set(verdicts)) == 1:
+            alike.setdefault(verdicts[0], []).append(known.name)
+        else:
+            yield from _row(_names(known.name), *verdicts)
+    yield ""
+    for verdict, names in alike.items():
+        yield f"All {verdict}: {_names(*sorted(names))}.\n"
 
 
 def _working() -> Iterator[str]:

@@ -66,7 +66,11 @@ def find_model(config: Config, environment: Environment) -> tuple[Config, ModelC
     config = set_embedding(config, path)
     is_foreign = config.model.implementation == "transformers"
     model_config = read_model_config(
-        path, config.model.load_format, config.model.overrides, is_foreign=is_foreign
+        path,
+        config.model.load_format,
+        config.model.overrides,
+        is_foreign=is_foreign,
+        config_file=config.model.config_file,
     )
     if config.model.is_embedding and model_config.pooling is None:
         model_config = replace(
@@ -107,6 +111,7 @@ RULES = (
     model.check_journal,
     model.limit_context,
     model.choose_load_format,
+    model.choose_loader_threads,
     model.check_quantization,
     model.check_torchao,
     execution.choose_chunk,

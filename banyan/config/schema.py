@@ -50,8 +50,18 @@ class LoadConfig:
     """safetensors file with the prompt of the warm-up; "" = a built-in prompt."""
     injects: bool = False
     """Also take the inputs of layers from that file, in the pass of its tokens."""
+    marks_layers: bool = False
+    """Mark the forward pass of each layer for external profilers."""
     disable_mmap: bool = False
     """Read files of weights into memory instead of mapping them."""
+    loader_options: dict[str, object] = field(default_factory=dict[str, object])
+    """Read by `config/rules/model.py`."""
+    loader_threads: int = 0
+    """Threads that read files of weights ahead of the loader; set by `config/rules/model.py`."""
+    config_file: str = ""
+    """File that replaces the checkpoint's config.json; "" = none."""
+    waits_for_weights: bool = False
+    """The server is ready only once its weights were updated."""
     deletes: int = 0
     """Weight files to delete after loading: KEEP, OWN or ANY of `config/delete_checkpoint.py`."""
     context_length: int = 0
@@ -77,8 +87,8 @@ class LoadConfig:
 
     @property
     def is_watched(self) -> bool:
-        """Whether hooks or dumps need the outputs of modules, so that steps are eager."""
-        return bool(self.hooks or self.dump_folder or self.injects)
+        """Whether hooks, dumps or marks need the outputs of modules, so that steps are eager."""
+        return bool(self.hooks or self.dump_folder or self.injects or self.marks_layers)
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,8 @@ class ScheduleConfig:
     """Upper limit of remaining output tokens in the estimate."""
     chunk_tokens: int = UNSAID
     """Prompt tokens per step; -1 = no chunking, UNSAID = the device's own."""
+    shrinks_chunks: bool = False
+    """With pipeline stages: later chunks of a prompt are smaller and take as long as the first."""
     prefill_tokens: int = 16384
     """Prompt tokens per step over all requests."""
     prefill_requests: int = 0
@@ -235,11 +247,18 @@ class ParallelConfig:
     """Ray starts every rank as its own node."""
     replica: int = 0
     """Number of this replica; each engine gets its own."""
+    port: int = 0
+    """Port where the ranks of one machine meet; 0 = they meet at a file."""
+    avoids_own_collectives: bool = False
+    """Ranks of a CPU exchange through gloo instead of shared memory."""
     whole_experts: bool = False
     """--enable-ep-moe: `ep` becomes `tp` for models with experts."""
     load_balance: str = "round_robin"
     threads: int = 0
     """CPU threads of one rank; 0 = cores / (ranks · replicas)."""
+    interface: str = ""
+    """Network interface whose address a rank listens on between machines; "" = the one that reaches
+    the other ranks."""
     meet_timeout_s: float = 300.0
     """How long a rank waits for the others, at the start and in each collective."""
 
@@ -309,6 +328,12 @@ class DeviceConfig:
     """Run every step eagerly instead of replaying recorded steps."""
     attention: str = "auto"
     """"torch_native" = attention in plain PyTorch."""
+    prefill_attention: str = ""
+    decode_attention: str = ""
+    """The same for rows of several tokens, and for rows of one; "" = as `attention`."""
+    torch_phase: str = ""
+    """Phase in which torch attends next to the device's kernel: "prefill" or "decode"; "" = none.
+    Set by `config/rules/execution.py`."""
     exact_head: bool = False
     """Compute logits from fp32 activations."""
     is_deterministic: bool = False
@@ -327,6 +352,10 @@ class DeviceConfig:
     """Largest batch size to capture; 0 = the device's own."""
     is_unpadded: bool = False
     """Run decode steps eagerly unless a captured batch size matches exactly."""
+    collects_in_capture: bool = False
+    """Python collects garbage while graphs are captured."""
+    profiles_capture: bool = False
+    """Log which operations the capture of graphs spends its time in."""
     offload_gib: float = 0.0
     """GiB of weights per rank to keep in host memory."""
     offload_group: int = -1
@@ -380,6 +409,8 @@ class ExpertsConfig:
     """Maximum tokens per rank exchanged at once; 0 = no limit, in pieces."""
     fuse_mode: int = 1
     """Operator of "ascend_fuseep": 1 = fused_deep_moe, 2 = dispatch_ffn_combine."""
+    overlaps: bool = False
+    """Run the shared experts while rows of routed experts travel, on a second stream."""
     has_side_stream: bool = False
     """Run the shared experts on a second stream, in parallel with the routed experts."""
     dispatch: str = ""
@@ -440,6 +471,10 @@ class SpeculativeConfig:
     draft_load_format: str = "auto"
     draft_quantization: str = ""
     """Quantization of its float weights at load; "" = none."""
+    draft_attention: str = ""
+    """As `DeviceConfig.attention`, for the draft model; "" = as the served model."""
+    draft_config_file: str = ""
+    """File that replaces the draft model's config.json; "" = none."""
     token_map: str = ""
     """File of the token ids that EAGLE's lm_head is restricted to; "" = all."""
 
@@ -499,6 +534,14 @@ class HandoffConfig:
     """How long a prefill server keeps a finished prompt."""
     patience_s: float = 300.0
     """How long a decode server waits for a prompt."""
+    fakes_prompts: bool = False
+    """A decode server invents the prompts of requests that name no prefill server."""
+    rdma_devices: str = ""
+    """RDMA devices of the transfer engine, separated by commas; "" = its own choice."""
+    offloads: bool = False
+    """A decode server writes its pages to the store."""
+    reserved_tokens: int = 512
+    """Output tokens of each running request for which a decode server keeps pages free."""
 
     @property
     def role(self) -> str:
@@ -649,6 +692,10 @@ class ObserveConfig:
     """"info" and "debug" log one line per HTTP request."""
     step_log_interval: int = 40
     """Decode steps between two log lines about load; 0 = none."""
+    step_log_format: str = "sglang"
+    """Form of these lines: "sglang", or "plain" = key=value pairs."""
+    shows_costs: bool = False
+    """Log with these lines how long the parts of a step take."""
     profile_dir: str = ""
     """Folder of profiles; "" = the folder of temporary files."""
     metrics: bool = False
@@ -690,10 +737,21 @@ class ObserveConfig:
     """Log garbage collections that take longer; 0 = none."""
     log_format: str = "text"
     """Format of the lines of `log_requests`: "text" or "json"."""
+    whole_log_format: str = "text"
+    """Format of every line of the log: "text" or "json"."""
     notes: tuple[str, ...] = ()
     """Log lines about flags and variables without effect."""
     origins: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
     """Schema field -> where its value comes from; fields at their default are absent."""
+
+    @property
+    def logs_json(self) -> bool:
+        """Whether every line of the log is a JSON object."""
+        return self.whole_log_format == "json"
+
+    @property
+    def logs_requests_json(self) -> bool:
+        return "json" in (self.log_format, self.whole_log_format)
 
 
 @dataclass(frozen=True)

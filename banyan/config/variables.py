@@ -31,7 +31,6 @@ _ONE_THREAD = "one thread transfers the KV cache between servers"
 _NO_POLLING = "a compiled grammar wakes its requests; --grammar-timeout limits the wait"
 
 IDLE = {
-    "GLOO_SOCKET_IFNAME": "a rank listens on the address from which it reaches the other ranks",
     "PYTORCH_NPU_ALLOC_CONF": OF_ASCEND,
     "STREAMS_PER_DEVICE": OF_ASCEND,
     "HCCL_BUFFSIZE": OF_ASCEND,
@@ -129,6 +128,14 @@ REFUSED = {
 SETTINGS = {
     setting.name: setting
     for setting in (
+        Flag(
+            "GLOO_SOCKET_IFNAME",
+            "parallel.interface",
+            "network interface whose address a rank listens on between machines; default: the one "
+            "that reaches the other ranks",
+            proof="tests/parallel/test_collectives.py"
+            "::test_gloo_listens_on_the_interface_that_is_named",
+        ),
         Flag(
             "SGLANG_INIT_NEW_TOKEN_RATIO",
             "schedule.new_token_ratio",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from banyan.base.log import logger
 from banyan.disaggregation.transfer import End, EndedTransfers, TransferOptions
-from banyan.kv_transfer.page_mover import Pages
+from banyan.kv_transfer.page_mover import PageMover, Pages
 from banyan.messages.disaggregation import (
     CloseTransfer,
     FindTransfer,
@@ -19,7 +19,13 @@ from banyan.messages.disaggregation import (
     TransferClosed,
     TransferFound,
 )
-from banyan.messages.plan import CopyResult, Lookup, PageCopy
+from banyan.messages.plan import (
+    CopyResult,
+    Lookup,
+    PageCopy,
+    is_fake_transfer,
+    transfer_position,
+)
 
 log = logger(__name__)
 
@@ -60,6 +66,42 @@ class FakeTransfer:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class FakeWithoutHost:
+    """Satisfies PageMover: transfers that name no prefill server are fake, the others real.
+
+    Args:
+        real: the mover of --disaggregation-transfer-backend.
+    """
+
+    is_attached = True
+
+    def __init__(self, real: PageMover, wake: Callable[[], None]) -> None:
+        self._real = real
+        self._fake = FakeTransfer(wake)
+
+    def start(self, copies: list[PageCopy]) -> None:
+        here: list[PageCopy] = []
+        others: list[PageCopy] = []
+        for copy in copies:
+            transfer_id = b"" if copy.is_on_device else transfer_position(copy.src.key)[0]
+            (here if is_fake_transfer(transfer_id) else others).append(copy)
+        self._fake.start(here)
+        self._real.start(others)
+
+    def look(self, lookups: list[Lookup]) -> None:
+        self._real.look(lookups)
+
+    def execute(self, ops: list[KVTransferOp]) -> None:
+        for op in ops:
+            (self._fake if is_fake_transfer(op.transfer_id) else self._real).execute([op])
+
+    def ended(self) -> list[End]:
+        return [*self._fake.ended(), *self._real.ended()]
+
+    def close(self) -> None:
+        self._real.close()
 
 
 def open_fake(pages: Pages, options: TransferOptions, wake: Callable[[], None]) -> FakeTransfer:

@@ -1,4 +1,5 @@
-"""--disaggregation-transfer-backend mooncake: Mooncake's transfer engine writes pages over TCP.
+"""--disaggregation-transfer-backend mooncake: Mooncake's transfer engine writes pages over TCP, or
+over RDMA by the devices of --disaggregation-ib-device.
 
 Engines find each other by themselves (P2PHANDSHAKE), without a metadata server. The engine listens
 on every interface and has no authentication; it exposes only the landing slots.
@@ -35,11 +36,13 @@ class Mooncake:
                 "libibverbs1)",
             ) from None
         self._engine = TransferEngine()
-        if status := self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
+        protocol = "rdma" if options.rdma_devices else "tcp"
+        if status := self._engine.initialize(host, "P2PHANDSHAKE", protocol, options.rdma_devices):
+            where = f"{host} over {protocol} {options.rdma_devices}".rstrip()
             raise ConfigError(
-                f"--disaggregation-transfer-backend mooncake: its engine does not start at {host} "
+                f"--disaggregation-transfer-backend mooncake: its engine does not start at {where} "
                 f"(status {status})",
-                hint="name an address of this machine with --host",
+                hint="name an address of this machine with --host, and devices that are up",
             )
         self._address = f"{host}:{self._engine.get_rpc_port()}".encode()
 

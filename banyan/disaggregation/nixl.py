@@ -1,6 +1,7 @@
 """--disaggregation-transfer-backend nixl: a NIXL agent writes pages over UCX.
 
-UCX chooses the transport between two servers; UCX_TLS and UCX_NET_DEVICES restrict it.
+UCX chooses the transport between two servers; UCX_TLS, UCX_NET_DEVICES and
+--disaggregation-ib-device restrict it.
 """
 
 import time
@@ -41,7 +42,9 @@ class Nixl:
                 hint=f"run: pip install --no-deps {_PACKAGES}",
             ) from None
         try:
-            self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
+            self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[]))
+            devices = {"device_list": options.rdma_devices} if options.rdma_devices else {}
+            self._agent.create_backend("UCX", devices)
         except Exception as error:
             raise ConfigError(
                 f"--disaggregation-transfer-backend nixl: its agent does not start: {error}",

@@ -1,12 +1,14 @@
 """The rule of --disaggregation-mode: transfer packages, ports and the shared secret."""
 
+import os
 from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError
 from banyan.base.install import install_command
+from banyan.base.log import printable
 from banyan.base.os import is_loopback
 from banyan.config.env import Environment
-from banyan.config.schema import Config
+from banyan.config.schema import Config, HandoffConfig
 from banyan.model_config.model_config import ModelConfig
 
 _ENGINES = {
@@ -18,6 +20,8 @@ _ENGINES = {
     "ascend": ("memfabric_hybrid", install_command("memfabric")),
 }
 """Transfer engine -> its Python package, and the command that installs it."""
+_RDMA_ENGINES = ("mooncake", "nixl")
+RDMA_FOLDER = "/sys/class/infiniband"
 _LAST_PORT = (1 << 16) - 1
 
 
@@ -35,6 +39,7 @@ def check_disaggregation(
             f"installed: {package}",
             hint=f"run: {install}; or use tcp, which needs none",
         )
+    _check_devices(handoff)
     if handoff.mode == "prefill" and handoff.port + parallel.dp - 1 > _LAST_PORT:
         raise ConfigError(
             f"--disaggregation-bootstrap-port {handoff.port} with --dp-size {parallel.dp}: each "
@@ -57,6 +62,25 @@ def check_disaggregation(
     if handoff.mode == "prefill" and not is_loopback(config.server.host):
         _check_secret(flag, config.server.host, environment)
     return config
+
+
+def _check_devices(handoff: HandoffConfig) -> None:
+    """Refuse RDMA devices that this machine or the transfer engine has not."""
+    if not handoff.rdma_devices:
+        return
+    flag = f"--disaggregation-ib-device {printable(handoff.rdma_devices, 80)}"
+    if handoff.transfer not in _RDMA_ENGINES:
+        raise ConfigError(
+            f"{flag}: the transfer backend {handoff.transfer} takes no devices by name",
+            hint=f"use {' or '.join(_RDMA_ENGINES)}, or leave the devices out",
+        )
+    here = sorted(os.listdir(RDMA_FOLDER)) if os.path.isdir(RDMA_FOLDER) else []
+    for name in handoff.rdma_devices.split(","):
+        if name.partition(":")[0] not in here:
+            raise ConfigError(
+                f"{flag}: this machine has no RDMA device {printable(name, 40)!r}",
+                hint=f"it has {', '.join(here) or 'none'} ({RDMA_FOLDER})",
+            )
 
 
 def _check_secret(flag: str, host: str, environment: Environment) -> None:

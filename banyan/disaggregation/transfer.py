@@ -35,6 +35,7 @@ class TransferOptions:
         lease_s: how long a complete room is kept for the decode server.
         patience_s: how long to wait for a room that is not open yet.
         forms: layout of the pages of each group.
+        rdma_devices: names of RDMA devices, separated by commas; "" = the engine's own choice.
         fabric: opens direct device-to-device copies; returns None if there are none.
     """
 
@@ -49,6 +50,7 @@ class TransferOptions:
     replica: int = 0
     replicas: int = 1
     forms: tuple[PageForm, ...] = ()
+    rdma_devices: str = ""
     fabric: Callable[[], Fabric | None] = lambda: None
 
 

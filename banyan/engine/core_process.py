@@ -24,8 +24,9 @@ from banyan.base.memory import let_go
 from banyan.base.os import WakeEvent
 from banyan.base.trace import Marks
 from banyan.config.defaults import with_settings
+from banyan.config.devices import facts_of
 from banyan.config.observability import KVEvents, kv_events
-from banyan.config.schema import Config, ParallelConfig
+from banyan.config.schema import Config, ObserveConfig, ParallelConfig
 from banyan.dp_attention.network_clock import open_network_clock
 from banyan.dp_attention.step_clock import StepClock, open_step_clock
 from banyan.engine.core import EngineCore
@@ -47,6 +48,7 @@ from banyan.engine.model_loader import (
 )
 from banyan.engine.multi_node import Nodes, check_secret, own_hello
 from banyan.engine.process_spec import NO_RECORDING, RANK, ProcessSpec
+from banyan.engine.step_log import StepLog
 from banyan.formats.shards import size_of_weights
 from banyan.kv_cache.cache import WEIGHTS_BYTES
 from banyan.kv_cache.sizing import MemoryPlan
@@ -185,12 +187,12 @@ def run_engine(
                 watchdog_s=config.schedule.watchdog_s,
                 soft_watchdog_s=config.schedule.soft_watchdog_s,
                 silence_s=config.server.heartbeat_timeout_s,
-                step_log_interval=config.observe.step_log_interval,
             ),
             LoopParts(
                 grammar_queue=None if grammars is None else GrammarQueue(grammars),
                 ranks=ranks if config.parallel.world > 1 else None,
                 marks=marks,
+                step_log=_open_step_log(config.observe, [marks, runner.marks]),
                 mover=runner.mover,
                 step_clock=step_clock,
                 publisher=publisher,
@@ -206,6 +208,12 @@ def run_engine(
         phases.done("scheduler")
         weights = 0 if config.model.load_format == "dummy" else size_of_weights(model_config.path)
         loop.run(_ready(memory, weights, phases, kernels, runner.how, settings, spec.adapters))
+
+
+def _open_step_log(observe: ObserveConfig, marks: Sequence[Marks]) -> StepLog:
+    """Open what writes lines about the load."""
+    costs = marks if observe.shows_costs else ()
+    return StepLog(observe.step_log_interval, observe.step_log_format == "plain", costs)
 
 
 def run_rank(
@@ -423,7 +431,7 @@ def _open_step_clock(parallel: ParallelConfig, meeting: str, secret: str) -> Ste
         return open_step_clock(meeting, replica, replicas, limit_s)
     board = open_store(Rendezvous(1, 1, meeting, limit_s, name=".clock"))
     return open_network_clock(
-        own_address(urlsplit(meeting).hostname),
+        own_address(urlsplit(meeting).hostname, parallel.interface),
         replica,
         replicas,
         secret,
@@ -516,6 +524,8 @@ class OtherRanks:
                 else:
                     self._ray.start(process_spec)
                     self._nodes.gather(self._ray.check)
+            if not self.meeting and parallel.port and facts_of(config).has_graphs:
+                self.meeting = f"tcp://127.0.0.1:{parallel.port + parallel.replica}"
             self._local = LocalRanks(
                 range(1, parallel.local_world), process_spec, self.meeting, spares
             )

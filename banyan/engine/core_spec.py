@@ -19,14 +19,17 @@ from banyan.kv_cache.hierarchical_cache import StoreRules
 from banyan.kv_cache.sizing import MIB, CacheGroup, MemoryPlan
 from banyan.lora.adapter_files import named_adapters
 from banyan.lora.scheduling import AdapterRules, Adapters, FirstAdapter
-from banyan.model_config.model_config import ModelConfig
+from banyan.model_config.model_config import FULL, ModelConfig
 from banyan.scheduler.budget import Growth, Priorities, SchedulerLimits
 from banyan.scheduler.schedule_policy import SCHEDULE_POLICIES
 from banyan.scheduler.scheduler import Scheduler
+from banyan.scheduler.spans import ContentLimits
 
 _GIB = 1 << 30
 _LEAST_FOR_ADAPTERS = 64 << 20
 _STAGED_BYTES = 128 << 20
+_TOWER_ROWS = 16384
+"""Feature rows that are kept at least: as many as the largest content of Qwen3-VL has."""
 _LEAST_WRITES, _MOST_WRITES = 4, 64
 """Bounds on the pages that are being written to a store; within them, _STAGED_BYTES decides."""
 
@@ -96,6 +99,7 @@ def core_spec(
     """
     schedule = config.schedule
     is_chunked = schedule.chunk_tokens > 0
+    reserved = config.handoff.reserved_tokens if config.handoff.mode == "decode" else 0
     most = 0 if are_laid_out else memory_of_adapters(config.lora, memory)
     return CoreSpec(
         groups=memory.groups,
@@ -130,9 +134,14 @@ def core_spec(
                 decay_steps=schedule.new_token_decay,
                 retract_steps=schedule.retract_steps,
                 clip_tokens=schedule.clip_new_tokens,
+                reserved_tokens=reserved,
             ),
             multi_step=schedule.multi_step or 1,
             micro_batch=schedule.micro_batch if schedule.token_gap else 0,
+            content=content_limits(model_config, memory.max_request_tokens),
+            attention_ratio=attention_ratio(model_config)
+            if schedule.shrinks_chunks and config.parallel.pp > 1 and is_chunked
+            else 0.0,
         ),
         order=schedule.policy,
         eviction=config.cache.eviction,
@@ -142,6 +151,40 @@ def core_spec(
         role=config.handoff.role,
         adapters=_adapter_rules(config.lora, loads, most) if config.lora.is_enabled else None,
     )
+
+
+def content_limits(model_config: ModelConfig, max_request_tokens: int) -> ContentLimits:
+    """The features that a replica keeps, and what it costs to make them."""
+    media = model_config.media
+    if media is None:
+        return ContentLimits(pool_rows=max_request_tokens)
+    tower = media.tower
+    matrices = 3 if tower.mlp == "gated" else 2
+    seen = 1.0
+    if tower.window:  # other blocks see a window, which costs little
+        seen = len(tower.full_blocks) / tower.blocks
+    layers = range(model_config.num_layers)
+    heads = sum(model_config.heads_of(layer) for layer in layers) * model_config.head_dim
+    inner = sum(model_config.inner_of(layer) for layer in layers)
+    return ContentLimits(
+        pool_rows=max(_TOWER_ROWS, max_request_tokens),
+        blocks=tower.blocks,
+        patch_work=tower.width * (4 * tower.width + matrices * tower.inner),
+        pair_work=int(2 * tower.width * seen),
+        token_work=model_config.hidden_size * (3 * heads + 3 * inner),
+    )
+
+
+def attention_ratio(model_config: ModelConfig) -> float:
+    """Work of attending to one position, relative to a token's work in all projections."""
+    heads, experts = model_config.num_heads, model_config.experts
+    projected = (2 * heads + 2 * model_config.num_kv_heads) * model_config.head_dim
+    inner = model_config.intermediate_size
+    if experts is not None:
+        inner = experts.per_token * experts.inner + experts.shared_inner
+    weights = model_config.hidden_size * (projected + 3 * inner) * model_config.num_layers
+    layers = sum(model_config.kind_of(n) == FULL for n in range(model_config.num_layers))
+    return 2 * heads * model_config.head_dim * layers / weights
 
 
 def _adapter_rules(lora: LoraConfig, loads: Sequence[tuple[str, int]], most: int) -> AdapterRules:

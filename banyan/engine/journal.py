@@ -16,13 +16,13 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
-from pathlib import Path
 from zlib import crc32
 
 import msgspec
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger
+from banyan.base.os import open_regular
 from banyan.engine.core import CoreInput
 from banyan.engine.core_spec import CoreSpec
 from banyan.engine.flight_recorder_memory import HEAD
@@ -32,6 +32,8 @@ from banyan.messages.plan import StepLoad, StepPlan, StepResult
 log = logger(__name__)
 
 _HASH_BYTES = 8
+_NEW_FIELDS = 3
+"""Last fields of StepPlan that the first journals did not have: forget, contents, pieces."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _ENDING_BYTES = 64
 """Bytes reserved for the record `Full` and the end mark."""
@@ -86,7 +88,10 @@ def plan_hash(plan: StepPlan | None) -> bytes:
     """8 bytes that differ when plans differ; b"" for no plan."""
     if plan is None:
         return b""
-    return blake2b(msgspec.msgpack.encode(plan), digest_size=_HASH_BYTES).digest()
+    fields = msgspec.structs.astuple(plan)
+    if not any(fields[-_NEW_FIELDS:]):  # as before there were any, so that old journals replay
+        fields = fields[:-_NEW_FIELDS]
+    return blake2b(msgspec.msgpack.encode(fields), digest_size=_HASH_BYTES).digest()
 
 
 class Records:
@@ -206,7 +211,8 @@ def read_journal(path: str) -> tuple[CoreSpec, Iterator[JournalRecord]]:
         ModelError: the file is not a journal, or a record does not decode (with its number).
     """
     try:
-        content = Path(path).read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
     except OSError as error:
         raise ModelError(f"{path!r} cannot be read: {error.strerror}") from None
     if not content.startswith(MAGIC):

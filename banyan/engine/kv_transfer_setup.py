@@ -23,7 +23,7 @@ from banyan.formats.shards import files_of_weights
 from banyan.kv_cache.hierarchical_cache import can_be_stored
 from banyan.kv_cache.sizing import CacheGroup
 from banyan.kv_transfer.host_tier import HostTier
-from banyan.kv_transfer.page_mover import Mover, PageMover
+from banyan.kv_transfer.page_mover import Mover, PageMover, PairMover
 from banyan.kv_transfer.store import (
     STORES,
     Store,
@@ -237,14 +237,7 @@ def _store_mover(
 
     def open_mover(pages: KVStore) -> PageMover:
         mover = Mover(_pages_of_all(served, pages, rank_access), None, wake)
-        store = None
-        if cache.store not in ("", HOST):
-            store = open_store(served, mover, cache.store, store_wishes(cache).rest)
-            log.info(
-                "store=%s capacity_gb=%.1f: pages of the cache outlive this process",
-                cache.store,
-                store.capacity_bytes / 1e9,
-            )
+        store = _open_first_store(served, mover)
         if cache.host_tier:
             _check_the_pages(served, "--enable-hierarchical-cache")
             arrange(served.config, pages)
@@ -254,6 +247,20 @@ def _store_mover(
         return mover if world == 1 else EarlyMover(mover)
 
     return open_mover
+
+
+def _open_first_store(served: ServedReplica, mover: Mover) -> Store | None:
+    """The store that the flags name; None = there is none yet."""
+    cache = served.config.cache
+    if cache.store in ("", HOST):
+        return None
+    store = open_store(served, mover, cache.store, store_wishes(cache).rest)
+    log.info(
+        "store=%s capacity_gb=%.1f: pages of the cache outlive this process",
+        cache.store,
+        store.capacity_bytes / 1e9,
+    )
+    return store
 
 
 def open_store(served: ServedReplica, mover: Mover, name: str, rest: dict[str, object]) -> Store:
@@ -303,6 +310,7 @@ def store_preparers(
     if rank:
         return {AttachStore: prepare_nothing_to_attach, DetachStore: prepare_nothing_to_attach}
     inner = mover.inner if isinstance(mover, EarlyMover) else mover
+    inner = inner.store if isinstance(inner, PairMover) else inner
     assert isinstance(inner, Mover)
     switch = StoreSwitch(inner, lambda name, rest: open_store(served, inner, name, rest))
     return {AttachStore: switch.prepare_attach, DetachStore: switch.prepare_detach}
@@ -392,6 +400,7 @@ def _fabric_of(served: ServedReplica) -> "Fabric | None":
 def _pd_mover(
     served: ServedReplica, wake: Callable[[], None], secret: str, rank_access: Sequence[RankAccess]
 ) -> OpenMover:
+    from banyan.disaggregation.fake import FakeWithoutHost
     from banyan.disaggregation.transfer import (  # imports sockets, which only PD needs
         TRANSFERS,
         TransferOptions,
@@ -400,7 +409,7 @@ def _pd_mover(
     handoff, host = served.config.handoff, served.config.server.host
     parallel, is_prefill = served.config.parallel, handoff.mode == "prefill"
     if parallel.node_of(parallel.replica):
-        host = own_address(urlsplit(parallel.ranks_meet).hostname)
+        host = own_address(urlsplit(parallel.ranks_meet).hostname, parallel.interface)
     options = TransferOptions(
         is_prefill=is_prefill,
         host=host,
@@ -419,6 +428,7 @@ def _pd_mover(
         lease_s=handoff.lease_s,
         patience_s=handoff.patience_s,
         fabric=lambda: _fabric_of(served),
+        rdma_devices=handoff.rdma_devices,
     )
     open_transfer = TRANSFERS.load(handoff.transfer)
 
@@ -435,6 +445,14 @@ def _pd_mover(
             **_facts_of_sizes(store.groups, forms),
         }
         mover = open_transfer(pages, replace(options, facts=facts, forms=forms), wake)
+        if handoff.fakes_prompts and not is_prefill:
+            log.warning("requests that name no prefill server get invented prompts")
+            mover = FakeWithoutHost(mover, wake)
+        if can_have_store(served.config, served.model_config):
+            stored = Mover(pages, None, wake)
+            if (first := _open_first_store(served, stored)) is not None:
+                stored.attach(first)
+            mover = PairMover(mover, stored)
         return mover if parallel.world == 1 else EarlyMover(mover)
 
     return open_mover

@@ -26,14 +26,14 @@ from banyan.engine.core import CoreInput, EngineCore
 from banyan.engine.grammar_queue import GrammarQueue
 from banyan.engine.launcher import Handle, Launcher
 from banyan.engine.outbox import ENDS, EventOutbox
+from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import RankMonitor, Watchdog
 from banyan.kv_cache.cache_events import Removed, Stored
 from banyan.messages.control_ops import ControlOp
 from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
-from banyan.messages.events import Event, Fatal, Ready, Stats, Tokens
+from banyan.messages.events import Event, Failed, Fatal, Ready, Stats, Tokens
 from banyan.messages.plan import (
     NOT_FINITE,
-    SAMPLE,
     CopyResult,
     Held,
     Lookup,
@@ -104,7 +104,6 @@ class LoopConfig:
         watchdog_s: time without progress after which the log gets a report of all threads.
         soft_watchdog_s: a second, shorter limit for such a report; 0 = none.
         silence_s: time without a sign of life from another rank after which the log gets one.
-        step_log_interval: decode steps between two log lines about load; 0 = none.
     """
 
     check_ledger: bool = False
@@ -112,7 +111,6 @@ class LoopConfig:
     watchdog_s: float = 300.0
     soft_watchdog_s: float = 0.0
     silence_s: float = 20.0
-    step_log_interval: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +128,7 @@ class LoopParts:
         interrupt: ends multi-step plans, up to this one, after the decode step that runs.
         so_far: tokens that the running multi-step plan has sampled so far, by row.
         go_on: pipeline parallel: called with the number of plans in flight when no plan follows.
+        step_log: writes lines about the load.
         on_rest: called when the first work (usually the warm-up) is done, and then after every
             REST_S without work.
     """
@@ -144,6 +143,7 @@ class LoopParts:
     interrupt: Callable[[StepId], None] | None = None
     so_far: Callable[[StepId], Mapping[int, bytes] | None] | None = None
     go_on: Callable[[int], None] | None = None
+    step_log: StepLog | None = None
     on_rest: Callable[[], None] | None = None
 
 
@@ -226,6 +226,7 @@ class EngineLoop:
         self._so_far = parts.so_far
         self._go_on = parts.go_on
         self._on_rest = parts.on_rest
+        self._contents = ContentStore()
         self._ends: list[Abort | StopAt] = []
         """Ends of requests whose latest sent tokens are not committed yet; they wait for that."""
         silence_s = min(config.silence_s, config.watchdog_s)
@@ -233,7 +234,7 @@ class EngineLoop:
         if config.soft_watchdog_s:
             self._watchdogs.append(self._watchdog(config.soft_watchdog_s, math.inf))
         self._stats = Stats()
-        self._step_log = StepLog(config.step_log_interval)
+        self._step_log = parts.step_log or StepLog(0)
         self._flying: deque[Handle] = deque()
         """Plans in flight, oldest first."""
         self._forecast = StepForecast()
@@ -259,6 +260,7 @@ class EngineLoop:
     def run(self, ready: Ready) -> None:
         """Serve until `stop`. If the loop itself fails, every open request ends with Fatal."""
         self._link.send([ready])
+        self._step_log.capacity = ready.max_total_tokens
         self._turned_s = self._clock.now()
         for watchdog in self._watchdogs:
             watchdog.start()
@@ -334,6 +336,7 @@ class EngineLoop:
             self._mover.execute(self._core.take_transfer_ops())
         self._marks.end("plan")
         events += self._core.take_events()
+        self._contents.drop(self._core.scheduler.contents.take_dropped())
         self._deliver(self._core.take_masks())
         self._beat(events)
         events = self._outbox.filter(events, now) + self._outbox.early(self._early_tokens())
@@ -362,7 +365,13 @@ class EngineLoop:
 
     def _admit(self, message: CoreInput, now: float) -> None:
         if isinstance(message, Generate):
-            self._outbox.expect(message)
+            refused: list[Event] = []
+            found = self._contents.take(message, refused)
+            if found is None:
+                self._link.send(refused)
+                return
+            self._outbox.expect(found)
+            message = found
         self._core.receive(message, now)
         self._end_multi_step()
 
@@ -405,6 +414,9 @@ class EngineLoop:
             if handle.copies is not None:
                 self._core.receive(handle.copies, now)
             self._started_s = now
+            prompts = self._step_log.prompts_of(handle.plan)
+            if prompts[0]:
+                self._step_log.write_prompts(prompts, self._core.stats(now))
             if self._step_log.count(handle.plan):
                 self._step_log.write(self._core.stats(now), now)
             if self._config.check_ledger:
@@ -451,7 +463,7 @@ class EngineLoop:
             if not self._flying:
                 self._started_s = now
                 self._step_log.begin_work(now)
-            self._flying.append(self._launcher.launch(plan))
+            self._flying.append(self._launcher.launch(self._contents.fill(plan)))
             self._forecast.planned(self._clock.now() - now)
 
     def _wait_to_plan(self) -> float:
@@ -519,57 +531,42 @@ def _ran(plan: StepPlan, result: StepResult) -> int:
     return 1 if plan.steps == 1 else max([1, *(len(tokens) // 4 for tokens in result.tokens)])
 
 
-class StepLog:
-    """Logs one line about the load every `interval` decode steps (--decode-log-interval).
+class ContentStore:
+    """The data of contents (messages/spans.py), next to a core that works on digests and sizes
+    only. So a journal holds no data, and data travels to the runner once."""
 
-    Counts steps and busy time; the other numbers come from Stats.
+    def __init__(self) -> None:
+        self._data: dict[bytes, bytes] = {}
 
-    Args:
-        interval: steps between lines; 0 = no lines.
-    """
+    def __len__(self) -> int:
+        return len(self._data)
 
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        self._steps = 0
-        self._output_tokens = 0
-        """Output tokens at the last line."""
-        self._busy_s = 0.0
-        """Busy seconds since the last line, without the current busy period."""
-        self._since_s: float | None = None
-        """When the current busy period began; None while idle."""
+    def take(self, generate: Generate, events: list[Event]) -> Generate | None:
+        """The request without data, which is kept; None = it failed, as data is missing."""
+        if not generate.contents:
+            return generate
+        for content in generate.contents:
+            if not content.data and content.digest not in self._data:
+                text = "The engine does not have a content of the prompt any more"
+                events.append(Failed(generate.request, 409, text, "content_unknown"))
+                return None
+        for content in generate.contents:
+            if content.data:
+                self._data[content.digest] = content.data
+        bare = tuple(msgspec.structs.replace(content, data=b"") for content in generate.contents)
+        return msgspec.structs.replace(generate, contents=bare)
 
-    def begin_work(self, now: float) -> None:
-        """A busy period begins, if none has."""
-        if self._since_s is None:
-            self._since_s = now
+    def fill(self, plan: StepPlan) -> StepPlan:
+        """The plan with the data of its new contents."""
+        if not plan.contents:
+            return plan
+        contents = [
+            msgspec.structs.replace(content, data=self._data.get(content.digest, b""))
+            for content in plan.contents
+        ]
+        return msgspec.structs.replace(plan, contents=contents)
 
-    def end_work(self, now: float) -> None:
-        """The busy period ends."""
-        if self._since_s is not None:
-            self._busy_s += now - self._since_s
-            self._since_s = None
-
-    def count(self, plan: StepPlan) -> bool:
-        """Count a committed step; returns whether a line is due."""
-        if self._interval and any(row.want & SAMPLE for row in plan.rows):
-            self._steps += 1
-        return 0 < self._interval <= self._steps
-
-    def write(self, stats: Stats, now: float) -> None:
-        """Write the line and reset the counts."""
-        was_busy = self._since_s is not None
-        self.end_work(now)
-        tokens = stats.output_tokens - self._output_tokens
-        log.info(
-            "decode steps=%d running=%d waiting=%d tokens_per_s=%.1f pages=%d/%d hit_rate=%.2f",
-            self._steps,
-            stats.running,
-            stats.waiting,
-            tokens / self._busy_s if self._busy_s else 0.0,
-            stats.held_pages + stats.in_flight_pages,
-            stats.total_pages,
-            stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
-        )
-        self._steps, self._output_tokens, self._busy_s = 0, stats.output_tokens, 0.0
-        if was_busy:
-            self.begin_work(now)
+    def drop(self, digests: list[bytes]) -> None:
+        """The core has no use for these any more."""
+        for digest in digests:
+            self._data.pop(digest, None)

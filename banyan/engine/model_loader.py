@@ -18,9 +18,11 @@ from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.rules.cache import can_have_store
+from banyan.config.rules.execution import with_draft_attention
 from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.config.speculation import longest_branch
 from banyan.engine.placement import device_number, is_placed, place_rank
+from banyan.formats.shards import parallel_reads
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.layers.build import Build, SideStream
 from banyan.layers.cache_spec import PageGroup, align_groups, group_caches, numbered_through
@@ -65,6 +67,7 @@ _CACHE_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+_MULTI_STREAM = "SGLANG_NPU_USE_MULTI_STREAM"
 _WHOLE_PROMPTS = 8192
 """Tokens of the largest step to record where prompts are not cut into chunks."""
 log = logger(__name__)
@@ -140,7 +143,7 @@ def open_model(
             rank,
             parallel.attention_ranks,
             mesh_address,
-            traits.collectives,
+            _collectives_of(config, traits),
             parallel.meet_timeout_s,
             recorder=ops.recorder,
             is_crowded=threads * sharers > traits.cores,
@@ -154,6 +157,7 @@ def open_model(
             split=parallel.cp_split,
             slot_bytes=slot_bytes(config, model_config),
             has_exchange=bool(exchanged),
+            interface=parallel.interface,
         )
     )
     if parallel.world > 1 or parallel.uses_dp_attention:
@@ -177,12 +181,16 @@ def open_model(
         exchanged=exchanged,
         is_fused=bool(fused_mode(config)),
         side_stream=_open_side_stream(config, model_config, platform),
+        ranges=platform.ranges() if config.model.marks_layers else None,
     )
     if model_config.format == "gguf" and not traits.is_host:
         kept = ", ".join(cast(BoundOps, ops).kept_types)
         rest = f"except {kept}" if kept else "all of them"
         log.info("quantised weights become %s at load, %s", config.model.activation_dtype, rest)
-    model = load_weights(config.model, model_config, build, offload)
+    if config.model.loader_threads:
+        log.info("%d threads read the weights", config.model.loader_threads)
+    with parallel_reads(model_config.path, config.model.loader_threads, place, here):
+        model = load_weights(config.model, model_config, build, offload)
     draft = None
     if config.speculative.is_model:
         if draft_of(config).quantization != config.model.quantization:
@@ -208,18 +216,25 @@ def open_model(
     )
 
 
+def _collectives_of(config: Config, traits: Traits) -> tuple[str, ...]:
+    """Collective libraries, best first; --disable-custom-all-reduce leaves our own out."""
+    own = ("shared",) if config.parallel.avoids_own_collectives else ()
+    return tuple(name for name in traits.collectives if name not in own)
+
+
 def _open_side_stream(
     config: Config, model_config: ModelConfig, platform: Platform
 ) -> SideStream | None:
     """Open the stream for shared experts; None if they run before the routed ones."""
-    if not config.experts.has_side_stream:
+    if not (config.experts.has_side_stream or config.experts.overlaps):
         return None
     why = "" if platform.traits.async_launch else f"{platform.traits.name} has no streams"
     if model_config.experts is None or not model_config.experts.shared_inner:
         why = "this model has no shared experts"
     if not why:
         return platform.side_stream()
-    log.info("SGLANG_NPU_USE_MULTI_STREAM has no effect: %s", why)
+    name = "--enable-single-batch-overlap" if config.experts.overlaps else _MULTI_STREAM
+    log.info("%s has no effect: %s", name, why)
     return None
 
 
@@ -235,7 +250,7 @@ def _open_draft(
     model = draft_of(config)
     is_mtp = config.speculative.is_mtp
     model_config = served if is_mtp else draft_model_config(config.speculative, model, served)
-    ops = _bind(config, model_config, traits, build.device, toolkit)
+    ops = _bind(with_draft_attention(config), model_config, traits, build.device, toolkit)
     # Drafts are only guesses: scales, adapters and expert placement are left out.
     mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
     if build.groups.dp_batch is not None:  # other replicas may have nothing to draft for
@@ -292,6 +307,7 @@ def _bind(
         page_size=config.cache.page_size,
         exact_head=config.device.exact_head,
         toolkit=toolkit,
+        torch_phase=config.device.torch_phase,
     )
 
 
@@ -377,6 +393,8 @@ def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
         multi_step=config.schedule.multi_step,
         branching=longest_branch(config.speculative),
         raw_logprobs=config.schedule.raw_logprobs,
+        collects_in_capture=config.device.collects_in_capture,
+        profiles_capture=config.device.profiles_capture,
         reads_all=config.model.is_watched or opened.build.watch is not None,
     )
 

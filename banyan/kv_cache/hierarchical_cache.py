@@ -229,10 +229,15 @@ class StoreTier:
             self.loads.end(copy_id, copy_id not in failed, self._on_settled)
 
     def _on_settled(self, load: PrefixLoad, at: int, node: Node | None) -> None:
-        del self._loading[load.names[at]]
-        if node is not None:
+        if load.names:
+            del self._loading[load.names[at]]
+        if node is None:
+            return
+        if load.names:
             node.is_stored, node.key_hash = True, load.names[at]
-            self.on_stored(node)
+        else:  # another server has sent it
+            self.on_complete(node)
+        self.on_stored(node)
 
     def _key_of(self, node: Node) -> bytes:
         """The store's key of a node; b"" if its weights are not stored. Also sets keys above it."""

@@ -17,7 +17,7 @@ from banyan.base.ids import PageId
 from banyan.base.log import logger
 from banyan.kv_transfer.store import Damaged, Missing, Store
 from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
-from banyan.messages.plan import DEVICE, CopyResult, Held, Lookup, PageCopy
+from banyan.messages.plan import DEVICE, PEER, STORE, CopyResult, Held, Lookup, PageCopy
 
 log = logger(__name__)
 
@@ -152,6 +152,36 @@ class Mover:
     def _end(self, result: CopyResult | Held) -> None:
         self._ended.put(result)
         self._wake()
+
+
+class PairMover:
+    """Satisfies PageMover: copies to and from another server go through one mover, those to and
+    from a store through another."""
+
+    is_attached = True
+
+    def __init__(self, peers: PageMover, store: Mover) -> None:
+        self.store = store
+        self._peers = peers
+
+    def start(self, copies: list[PageCopy]) -> None:
+        to_peers = [copy for copy in copies if PEER in (copy.src.tier, copy.dst.tier)]
+        to_store = [copy for copy in copies if STORE in (copy.src.tier, copy.dst.tier)]
+        self._peers.start(to_peers)
+        self.store.start(to_store)
+
+    def look(self, lookups: list[Lookup]) -> None:
+        self.store.look(lookups)
+
+    def execute(self, ops: list[KVTransferOp]) -> None:
+        self._peers.execute(ops)
+
+    def ended(self) -> list[CopyResult | Held | KVTransferEvent]:
+        return [*self._peers.ended(), *self.store.ended()]
+
+    def close(self) -> None:
+        self._peers.close()
+        self.store.close()
 
 
 class _StoreTransfers:

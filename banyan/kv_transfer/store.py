@@ -11,13 +11,14 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
-from banyan.base.errors import ModelError
-from banyan.base.table import Table
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.table import Table, load_named
+from banyan.config.rules.cache import DYNAMIC
 
 _PIECE_BYTES = 32 << 20
 _DIGEST_BYTES = 32
@@ -88,11 +89,35 @@ STORES: Table[OpenStore] = Table(
     "cache store",
     {
         "file": "banyan.kv_transfer.file_store:open_files",
+        "dynamic": "banyan.kv_transfer.store:open_by_name",
         "mooncake": "banyan.kv_transfer.mooncake_store:open_mooncake_store",
         "nixl": "banyan.kv_transfer.nixl_store:open_nixl_files",
     },
     plugins="banyan.stores",
 )
+
+
+_MODULE, _CLASS, _NAME = "module_path", "class_name", "backend_name"
+
+
+def open_by_name(options: StoreOptions) -> Store:
+    """The store of --hicache-storage-backend dynamic: a class of an installed package, which is
+    called with the options and satisfies `Store`.
+
+    Raises:
+        ConfigError: the class is not named, or cannot be imported.
+    """
+    rest = dict(options.extra)
+    module, name = rest.pop(_MODULE, None), rest.pop(_CLASS, None)
+    rest.pop(_NAME, None)
+    if not isinstance(module, str) or not isinstance(name, str) or not module or not name:
+        raise ConfigError(
+            f"--hicache-storage-backend {DYNAMIC} needs {_MODULE} and {_CLASS} in "
+            "--hicache-storage-backend-extra-config",
+            hint="name an installed class that satisfies banyan.kv_transfer.store.Store",
+        )
+    open_store = load_named(f"--hicache-storage-backend {DYNAMIC}", f"{module}:{name}", "")
+    return cast(OpenStore, open_store)(replace(options, extra=rest))
 
 
 def identity(facts: Iterable[object]) -> bytes:

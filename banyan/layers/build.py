@@ -9,7 +9,7 @@ from banyan.moe.expert_location import ExpertMap
 from banyan.moe.expert_watch import ExpertWatch
 from banyan.ops.api import Ops
 from banyan.parallel.groups import ALONE, Groups
-from banyan.platform.base import SideStream
+from banyan.platform.base import Ranges, SideStream
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Build:
     is_fused: one operator does the all-to-all and the experts; larger batches take several
         calls.
     side_stream: runs the shared experts in parallel with the routed ones; None = one stream.
+    ranges: marks each layer for profilers of others; None = not marked.
     """
 
     ops: Ops
@@ -43,3 +44,4 @@ class Build:
     exchanged: int = 0
     is_fused: bool = False
     side_stream: SideStream | None = None
+    ranges: Ranges | None = None

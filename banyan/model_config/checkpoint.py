@@ -23,6 +23,7 @@ def read_model_config(
     overrides: Mapping[str, object] | None = None,
     is_foreign: bool = False,
     with_media: bool = True,
+    config_file: str = "",
 ) -> ModelConfig:
     """The ModelConfig of the checkpoint at `path`.
 
@@ -32,10 +33,17 @@ def read_model_config(
         overrides: values that replace the checkpoint's, by its own keys.
         is_foreign: the transformers library runs the model, so any architecture is accepted.
         with_media: False = of a multimodal checkpoint only the text model is served.
+        config_file: read instead of the folder's config.json.
 
     Raises:
         ModelError: missing, damaged, hostile, of an unknown family, or in pickled files.
     """
+    if config_file and (is_foreign or os.path.isfile(path)):
+        raise ConfigError(
+            f"--decrypted-config-file {printable(config_file)} stands for the config.json of a "
+            "folder of safetensors, and this model is read in another way",
+            hint="leave it out",
+        )
     if is_foreign:
         return _read_foreign(path, overrides)
     if os.path.isfile(path):
@@ -49,7 +57,7 @@ def read_model_config(
         return read_gguf(_the_one_gguf(path, gguf), overrides)
     if not has_safetensors and load_format != "dummy":
         raise _without_weights(path, names)
-    return read_hub_folder(path, overrides, with_media=with_media)
+    return read_hub_folder(path, overrides, with_media=with_media, config_file=config_file)
 
 
 def _read_foreign(path: str, overrides: Mapping[str, object] | None) -> ModelConfig:

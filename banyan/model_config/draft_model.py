@@ -85,11 +85,13 @@ def draft_of(config: Config) -> LoadConfig:
         torchao="",
         implementation="native",
         is_embedding=False,
+        config_file=speculative.draft_config_file,
         overrides={},
         loader_functions=(),
         hooks=(),
         dump_folder="",
         injects=False,
+        marks_layers=False,
         deletes=0,
     )
 
@@ -110,7 +112,7 @@ def draft_model_config(
         return eagle_model_config(speculative, model, served)
     if speculative.is_block:
         return dflash_model_config(model, served)
-    return read_model_config(model.path, model.load_format)
+    return read_model_config(model.path, model.load_format, config_file=model.config_file)
 
 
 def find_draft_model(
@@ -176,6 +178,7 @@ def _check_mtp(config: Config, model_config: ModelConfig, flag: str) -> None:
     given = {
         "--speculative-draft-model-path": speculative.draft_source,
         "--speculative-draft-model-revision": speculative.draft_revision,
+        "--decrypted-draft-config-file": speculative.draft_config_file,
         "--speculative-draft-load-format": speculative.draft_load_format != "auto",
         "--speculative-draft-model-quantization": speculative.draft_quantization,
     }
@@ -260,7 +263,7 @@ def eagle_model_config(
         ConfigError, ModelError: it cannot be read, or was made for another algorithm.
     """
     name = f"--speculative-draft-model-path {printable(model.source)}"
-    where = os.path.join(model.path, "config.json")
+    where = model.config_file or os.path.join(model.path, "config.json")
     fields = read_json(where, is_needed=True)
     algorithm, named = speculative.algorithm, fields.get("architectures")
     kind = _eagle_kind(fields, algorithm)
@@ -280,7 +283,10 @@ def eagle_model_config(
             '"model.safetensors")\'',
         )
     model_config = read_model_config(
-        model.path, model.load_format, overrides={"architectures": [_LLAMA]}
+        model.path,
+        model.load_format,
+        overrides={"architectures": [_LLAMA]},
+        config_file=model.config_file,
     )
     if kind != _EAGLE3:
         tokens = _token_map_ids(speculative.token_map, served.vocab_size)
@@ -406,7 +412,7 @@ def dflash_model_config(model: LoadConfig, served: ModelConfig) -> ModelConfig:
         ConfigError, ModelError: it cannot be read, or is no DFlash model.
     """
     name = f"--speculative-draft-model-path {printable(model.source)}"
-    where = os.path.join(model.path, "config.json")
+    where = model.config_file or os.path.join(model.path, "config.json")
     fields = CheckpointFields(read_json(where, is_needed=True), where)
     named = fields.any("architectures")
     if not is_list(named) or _DFLASH_CLASS not in named:
@@ -416,7 +422,10 @@ def dflash_model_config(model: LoadConfig, served: ModelConfig) -> ModelConfig:
             hint=_WITHOUT_DFLASH,
         )
     model_config = read_model_config(
-        model.path, model.load_format, overrides={"architectures": [_DFLASH_BODY]}
+        model.path,
+        model.load_format,
+        overrides={"architectures": [_DFLASH_BODY]},
+        config_file=model.config_file,
     )
     own = fields.part("dflash_config") or CheckpointFields({}, where)
     given = fields.any("dflash_config")

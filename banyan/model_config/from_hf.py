@@ -18,7 +18,7 @@ from banyan.families.base import MAX_LENGTH, MAX_WIDTH, HubForm, window_everywhe
 from banyan.families.nested import NESTED, TEXT_MODELS, NestedForm
 from banyan.formats.shards import tensor_names
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
-from banyan.model_config.media import read_media
+from banyan.model_config.media_from_hf import read_media
 from banyan.model_config.model_config import ModelConfig, QuantFacts, RopeFacts
 from banyan.model_config.pooling import (
     is_bare,
@@ -48,6 +48,7 @@ def read_hub_folder(
     overrides: Mapping[str, object] | None = None,
     is_foreign: bool = False,
     with_media: bool = True,
+    config_file: str = "",
 ) -> ModelConfig:
     """The ModelConfig of the folder at `path`.
 
@@ -56,14 +57,16 @@ def read_hub_folder(
         is_foreign: the transformers library runs the model: accept any architecture and read only
             the sizes that requests and the KV cache need.
         with_media: read how a multimodal checkpoint takes pictures; False = serve its text model.
+        config_file: read instead of the folder's config.json.
 
     Raises:
         ModelError: names the key that is wrong.
         ConfigError: an override that nothing reads.
     """
     overrides, asked = overrides or {}, set[str]()
-    raw = read_json(os.path.join(path, "config.json"), is_needed=True)
-    fields = CheckpointFields({**raw, **overrides}, os.path.join(path, "config.json"), asked=asked)
+    where = config_file or os.path.join(path, "config.json")
+    raw = read_json(where, is_needed=True)
+    fields = CheckpointFields({**raw, **overrides}, where, asked=asked)
     if is_foreign:
         return _foreign_model_config(fields, path)
     architecture, outer, whole = _architecture(fields, path), "", fields

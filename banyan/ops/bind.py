@@ -34,6 +34,8 @@ log = logger(__name__)
 REFERENCE = "reference"
 PLAIN_PAGES = "token by token"
 """Page layout of the reference: [page_size, kv_heads, head_dim]."""
+PREFILL, DECODE = "prefill", "decode"
+"""Phases of a row: it has several tokens, or one."""
 ON_PAGES = ("write_kv", "move_kv", "paged_attention")
 """Ops that must agree on the layout of a page."""
 ON_LATENTS = ("write_latent", "latent_attention", "choose_positions")
@@ -147,6 +149,7 @@ class Kernel:
         rounds_activations: it rounds activations to fewer bits, for speed.
         pages: name of its layout of K/V in a page; all ops on pages must have the same.
         waits: it copies numbers from the device, so a step with it cannot be captured.
+        plain_pages: turns K and V pages of its layout into plain ones, for PLAIN_PAGES None.
     """
 
     supports: Callable[[OpSpec], str | None]
@@ -155,6 +158,7 @@ class Kernel:
     rounds_activations: bool = False
     pages: str = PLAIN_PAGES
     waits: bool = False
+    plain_pages: Callable[..., object] | None = None
 
     def function(self, toolkit: object) -> Callable[..., object]:
         """The function, bound to the toolkit if it needs one."""
@@ -183,6 +187,8 @@ class Choice:
     """It rounds activations to fewer bits."""
     waits: bool = False
     """It copies numbers from the device."""
+    plain_pages: Callable[..., object] | None = None
+    """Turns pages of its layout into plain ones."""
 
 
 KernelTable = Mapping[str, list[str]]
@@ -305,6 +311,7 @@ def bind(
     toolkit: Toolkit = NO_TOOLKIT,
     page_size: int = 16,
     exact_head: bool = False,
+    torch_phase: str = "",
 ) -> Ops:
     """Choose the kernels of one rank.
 
@@ -316,6 +323,7 @@ def bind(
         toolkit: the device's toolkit (`open_toolkit`).
         page_size: tokens of a K/V page; a warning names sizes that would allow a better kernel.
         exact_head: the kernel of the projection to logits may not round activations.
+        torch_phase: PREFILL or DECODE: torch attends for the rows of that phase; "" = none.
 
     Raises:
         ConfigError: a forced op or kernel does not exist, or declines.
@@ -351,9 +359,26 @@ def bind(
             functions[f"pack_{op}"] = partial(_pack_whole, packers[""], dtype, device)
         else:
             functions[op] = packers[""]
+        if op == "paged_attention" and torch_phase:
+            functions[op] = _by_phase(packers[""], torch_phase, choices)
     _check_layouts(choices)
     _warn_of_slow_pages(platform, table, spec, forced)
     return cast(Ops, BoundOps(functions, tuple(choices), spec))
+
+
+def _by_phase(
+    own: Callable[..., object], phase: str, choices: list[Choice]
+) -> Callable[..., object]:
+    """Attention in torch for one phase. Replaces the last choice by one that names both kernels,
+    and that waits."""
+    from banyan.ops.torch_attention import by_phase
+
+    mine = choices[-1]
+    other = PREFILL if phase == DECODE else DECODE
+    names = {other: mine.kernel, phase: "torch_attention"}
+    kernel = " ".join(f"{each}={name}" for each, name in names.items())
+    choices[-1] = replace(mine, kernel=kernel, waits=True)
+    return by_phase(cast(Any, own), phase, cast(Any, mine.plain_pages))
 
 
 def _check_layouts(choices: list[Choice]) -> None:
@@ -432,6 +457,7 @@ def _choose(
                 kernel.pages,
                 kernel.rounds_activations,
                 kernel.waits,
+                kernel.plain_pages,
             )
             return choice, kernel.function(spec.toolkit)
         declined.append((name, reason))

@@ -125,6 +125,7 @@ class Rendezvous:
         recorder: recorder of the ops; None without one.
         name: name of the group; several groups of a replica use one address.
         is_crowded: this machine's ranks have more threads than cores.
+        interface: network interface that a rank listens on; "" = the one that reaches the others.
         is_exchange: only operators of the device use the group.
         slot_bytes: bytes that a rank can offer to the others at once; 0 = the library's default.
     """
@@ -138,6 +139,7 @@ class Rendezvous:
     name: str = ""
     slot_bytes: int = 0
     is_exchange: bool = False
+    interface: str = ""
 
     @property
     def path(self) -> str:

@@ -306,6 +306,7 @@ class GroupsConfig:
         split: how a step's tokens are split over the shares (`context_parallel.split.SPLITS`).
         slot_bytes: bytes that a rank can offer to the others at once; 0 = the library's default.
         has_exchange: operators of the device exchange the rows of experts.
+        interface: network interface that a rank listens on; "" = the one that reaches the others.
     """
 
     rank: int
@@ -325,6 +326,7 @@ class GroupsConfig:
     split: str = ""
     slot_bytes: int = 0
     has_exchange: bool = False
+    interface: str = ""
 
 
 def open_groups(config: GroupsConfig) -> Groups:
@@ -396,6 +398,7 @@ def _meet(
         name,
         config.slot_bytes,
         is_exchange,
+        config.interface,
     )
     return Group(rank, size, open_collectives(rendezvous, config.libraries))
 

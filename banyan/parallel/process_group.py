@@ -2,7 +2,9 @@
 the compiled library.
 """
 
+import fcntl
 import socket
+import struct
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -12,12 +14,16 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from banyan.base.errors import ConfigError
+from banyan.base.log import printable
 from banyan.ops.api import NotRecordable
 from banyan.parallel.collectives import Rendezvous, Transport
 
 Check = Callable[[str, Tensor], None]
 """Checks the input of a collective, given its name, against the limits of its library."""
 
+_SIOCGIFADDR, _MAX_INTERFACE = 0x8915, 15
+"""Linux: the request for an interface's IPv4 address, and the longest name (netdevice(7))."""
 _LOOPBACK = "127.0.0.1"
 """Ranks whose rendezvous is a file are on one machine and listen here only."""
 
@@ -192,17 +198,37 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def own_address(host: str | None) -> str:
-    """This machine's address on the route to `host`; nothing is sent."""
+def own_address(host: str | None, interface: str = "") -> str:
+    """This machine's address of an interface, or on the route to `host`; nothing is sent.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no IPv4 address.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
+        if not interface:
+            probe.connect((host, 9))
+            return probe.getsockname()[0]
+        asked = struct.pack("40s", interface.encode()[:_MAX_INTERFACE])
+        try:
+            found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
+        except OSError:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={printable(interface, 60)}: this machine has no such "
+                "interface with an IPv4 address",
+                hint=f"there are: {known}",
+            ) from None
+        return socket.inet_ntoa(found[20:24])
+
+
+def _listen_address(rendezvous: Rendezvous) -> str:
+    return own_address(urlsplit(rendezvous.address).hostname, rendezvous.interface)
 
 
 def _open(rendezvous: Rendezvous) -> GroupCollectives:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=rendezvous.timeout_s)
-    host = _LOOPBACK if rendezvous.path else own_address(urlsplit(rendezvous.address).hostname)
+    host = _LOOPBACK if rendezvous.path else _listen_address(rendezvous)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     group = dist.ProcessGroupGloo(open_store(rendezvous), rendezvous.rank, rendezvous.size, options)
     return GroupCollectives(group, rendezvous)

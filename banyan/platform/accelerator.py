@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ConfigError
-from banyan.platform.base import Graph, Interconnect, Memory, SideStream, Traits
+from banyan.platform.base import (
+    Graph,
+    Interconnect,
+    Memory,
+    Ranges,
+    SideStream,
+    TorchRanges,
+    Traits,
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,9 @@ class Accelerator:
 
     def stream(self) -> AbstractContextManager[object]:
         return self._library.stream(self._stream)
+
+    def ranges(self) -> Ranges:
+        return TorchRanges()
 
     def side_stream(self) -> SideStream:
         return DeviceSideStream(self._library)

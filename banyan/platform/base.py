@@ -1,17 +1,25 @@
-"""The interface of a device: facts, memory, opening it, streams, graphs and copies to the host."""
+"""The interface of a device: facts, memory, opening it, streams, graphs and copies to the host.
+
+Nothing here imports torch before a device is opened: `banyan models` and others only read facts.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-
+from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
-from banyan.platform.expert_exchange import Dispatch, FusedDispatch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from banyan.platform.expert_exchange import Dispatch, FusedDispatch
 
 ANY_SIZE, BY_SHAPE = "any size", "by shape"
 """How a device repeats work without Python: a program for steps of any size, recorded by the
@@ -106,6 +114,13 @@ class Graph(Protocol):
         ...
 
 
+class Ranges(Protocol):
+    """Marks named ranges of time for profilers of others; ranges nest."""
+
+    def begin(self, name: str) -> None: ...
+    def end(self) -> None: ...
+
+
 class SideStream(Protocol):
     """A second stream next to the one of the steps; events alone order their work. Work that is
     launched on it during the capture of a graph is a part of that graph."""
@@ -182,6 +197,31 @@ class Platform(Protocol):
         """
         ...
 
+    def ranges(self) -> Ranges:
+        """Marks ranges for the profiler of the device."""
+        ...
+
+
+class TorchRanges:
+    """Ranges for the profilers of torch and of its devices, and for VTune if torch is
+    built for it."""
+
+    def __init__(self) -> None:
+        complete_torch()
+        self._itt = torch.profiler.itt if torch.profiler.itt.is_available() else None
+        self._open: list[torch.profiler.record_function] = []
+
+    def begin(self, name: str) -> None:
+        if self._itt is not None:
+            self._itt.range_push(name)
+        self._open.append(torch.profiler.record_function(name))
+        self._open[-1].__enter__()
+
+    def end(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+        if self._itt is not None:
+            self._itt.range_pop()
+
 
 class Host:
     """Base of devices whose work is done when a call returns, so nothing waits and nothing is
@@ -194,6 +234,8 @@ class Host:
         raise NotImplementedError("the host has one stream")
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        import torch
+
         return torch.zeros(tuple(shape), dtype=dtype)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -208,6 +250,9 @@ class Host:
 
     def interconnect(self) -> Interconnect | None:
         return None
+
+    def ranges(self) -> Ranges:
+        return TorchRanges()
 
 
 class NullPlatform(Host):
@@ -225,6 +270,8 @@ class NullPlatform(Host):
         )
 
     def open(self, local_rank: int, threads: int) -> torch.device:
+        import torch
+
         return torch.device("meta")
 
     def memory(self) -> Memory:

@@ -10,7 +10,7 @@ from banyan.base.os import num_cores
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
 from banyan.platform.accelerator import Accelerator, Graphs
-from banyan.platform.base import BY_SHAPE, Traits
+from banyan.platform.base import BY_SHAPE, Ranges, Traits
 
 _CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
 """(GiB, prompt tokens per step): the first row with more memory than the device counts."""
@@ -18,6 +18,16 @@ _LARGEST_CHUNK = 16384
 _SHAPES = ((20, 8), (35, 24), (60, 32), (160, 256))
 """(GiB, rows of the largest captured step), as _CHUNKS."""
 _LARGEST_SHAPE = 512
+
+
+class NvtxRanges:
+    """Ranges that Nsight shows."""
+
+    def begin(self, name: str) -> None:
+        torch.cuda.nvtx.range_push(name)
+
+    def end(self) -> None:
+        torch.cuda.nvtx.range_pop()
 
 
 class CudaPlatform(Accelerator):
@@ -50,6 +60,9 @@ class CudaPlatform(Accelerator):
             stacks_adapters=True,
         )
         super().__init__(torch.cuda, traits, Graphs(torch.cuda.CUDAGraph, _Captured))
+
+    def ranges(self) -> Ranges:
+        return NvtxRanges()
 
     def defaults(self, model_config: ModelConfig) -> Defaults:
         size = self.size_gib

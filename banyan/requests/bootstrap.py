@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from banyan.base.errors import RequestError
+from banyan.messages.plan import FAKE_ROOM
 
 if TYPE_CHECKING:
     from banyan.requests.request_spec import RequestSpec
@@ -112,7 +113,8 @@ def check_room(request: "RequestSpec", limits: "Limits") -> None:
                 hint="Start the server with --disaggregation-mode prefill or decode.",
             )
         return
-    if request.route in _OWN_ROUTES or not limits.has_rooms:
+    is_invented = limits.fakes_prompts and not request.message.prefill_address
+    if request.route in _OWN_ROUTES or not limits.has_rooms or is_invented:
         return
     if not request.message.transfer_id:
         raise RequestError(
@@ -134,8 +136,15 @@ def check_room(request: "RequestSpec", limits: "Limits") -> None:
 
 
 def with_room(request: "RequestSpec", limits: "Limits") -> "RequestSpec":
-    """The request with a room of its own if --disaggregation-transfer-backend is fake."""
-    if limits.has_rooms or request.message.transfer_id or request.route in _OWN_ROUTES:
+    """The request with a room of its own if its prompt is invented: because
+    --disaggregation-transfer-backend is fake, or because it names no prefill server and
+    --disaggregation-decode-enable-fake-auto is given."""
+    if request.route in _OWN_ROUTES:
+        return request
+    if limits.fakes_prompts and not request.message.prefill_address:
+        room = BootstrapRoom(secrets.randbits(63) | FAKE_ROOM)
+        return request.with_message(transfer_id=room.name(0))
+    if limits.has_rooms or request.message.transfer_id:
         return request
     return request.with_message(transfer_id=BootstrapRoom(secrets.randbits(63)).name(0))
 

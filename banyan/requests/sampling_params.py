@@ -96,11 +96,13 @@ class Limits:
         hidden_states: requests may have hidden states returned.
         expert_choices: per token, layers x experts; 0 = they are not returned.
         takes_embeds: prompts may be embeddings instead of tokens.
+        embedding_scale: factor on rows of the embedding table.
         batch_encode: the texts of a request are tokenised several at a time.
         max_new_tokens: most tokens of an answer, whatever is asked; 0 = what fits.
         processors: logit processors that requests may name; None = none at all.
         role: "prefill" or "decode" with PD disaggregation; "" without.
         has_rooms: requests must name their bootstrap room; else each gets one.
+        fakes_prompts: prompts of requests that name no prefill server are invented.
     """
 
     context_length: int
@@ -120,11 +122,13 @@ class Limits:
     hidden_states: bool = False
     expert_choices: int = 0
     takes_embeds: bool = True
+    embedding_scale: float = 1.0
     max_new_tokens: int = 0
     batch_encode: bool = False
     processors: tuple[str, ...] | None = None
     role: str = ""
     has_rooms: bool = True
+    fakes_prompts: bool = False
 
     @property
     def total(self) -> int:

@@ -119,7 +119,7 @@ def facts_of(worker: Worker) -> Json:
         "id": str(worker.number),
         "url": worker.url,
         "worker_type": worker.spec.kind,
-        "bootstrap_port": worker.spec.bootstrap_port,
+        "bootstrap_port": worker.bootstrap_port,
         "is_healthy": worker.is_well,
         "reason": "" if worker.takes() else worker.why_not(),
         "circuit_breaker": worker.breaker.state(time.monotonic()).name.lower(),

@@ -17,7 +17,7 @@ class WorkerSpec:
 
     Attributes:
         kind: one of KINDS.
-        bootstrap_port: bootstrap port of a prefill worker; None = the worker's default.
+        bootstrap_port: bootstrap port of a prefill worker; None = as the worker reports it.
         api_key: sent instead of the client's key; "" = send the client's.
     """
 

@@ -28,7 +28,8 @@ _WHO = (
     Flag(
         "prefill",
         "pool.prefill",
-        "a prefill server and its bootstrap port; once for each server",
+        "a prefill server and its bootstrap port, for which it is asked if none is given; once for "
+        "each server",
         kind=WORDS,
         shown="URL [PORT]",
     ),
@@ -313,6 +314,12 @@ _TELLING = (
         "least severe log line that is shown",
         choices=("debug", "info", "warning", "error"),
         translate=(("warn", "warning"),),
+    ),
+    Flag(
+        "log-format",
+        "observe.whole_log_format",
+        "json = each line of the log is a JSON object, also from servers that it starts",
+        choices=("text", "json"),
     ),
     Flag(
         "log-level-http",

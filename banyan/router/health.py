@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+import orjson
+
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_object
 from banyan.base.log import logger, printable
-from banyan.router.config import RouterConfig
+from banyan.router.config import PREFILL, RouterConfig
 from banyan.router.upstream import WorkerLost, WorkerUnreachable
 from banyan.router.worker import Worker
 from banyan.router.worker_pool import WorkerPool
@@ -18,6 +21,8 @@ log = logger(__name__)
 
 _REASON_BYTES = 64 << 10
 _REASON_CHARS = 200
+_INFO_BYTES = 4 << 20
+_PORT = "disaggregation_bootstrap_port"
 _AFTER_DOUBT_S = 0.2
 """Least seconds between two checks of a worker that failed requests."""
 
@@ -83,13 +88,13 @@ class HealthMonitor:
 
     async def _ask(self, worker: Worker) -> tuple[str, bool]:
         """(what is wrong, "" if nothing; whether there was no answer at all)."""
-        key = worker.spec.api_key or self._key
-        headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         path = self._health.path.encode()
         try:
             async with asyncio.timeout(self._health.timeout_s):
-                answer = await worker.upstream.send("GET", path, headers)
+                answer = await worker.upstream.send("GET", path, self._headers(worker))
                 body = await answer.whole(_REASON_BYTES)
+                if answer.status == 200 and not worker.is_well:
+                    await self._learn_port(worker)
         except TimeoutError:
             return f"no answer to {self._health.path} in {self._health.timeout_s:g} s", True
         except (WorkerUnreachable, WorkerLost) as error:
@@ -100,6 +105,31 @@ class HealthMonitor:
             return "", False
         said = printable(body.decode("utf-8", "replace"), _REASON_CHARS)
         return f"{self._health.path} answered {answer.status} {said}".rstrip(), False
+
+    def _headers(self, worker: Worker) -> list[tuple[bytes, bytes]]:
+        key = worker.spec.api_key or self._key
+        return [(b"authorization", b"Bearer " + key.encode())] if key else []
+
+    async def _learn_port(self, worker: Worker) -> None:
+        """Ask a prefill worker for its bootstrap port, unless the router was given it. Called when
+        the worker has started, perhaps anew with another port."""
+        if worker.spec.kind != PREFILL or worker.spec.bootstrap_port is not None:
+            return
+        answer = await worker.upstream.send("GET", b"/server_info", self._headers(worker))
+        body, port = await answer.whole(_INFO_BYTES), None
+        with contextlib.suppress(ValueError, RecursionError):
+            info = orjson.loads(body)
+            port = info.get(_PORT) if answer.status == 200 and is_object(info) else None
+        if type(port) is int and 0 < port < 1 << 16:
+            worker.bootstrap_port = port
+            return
+        log.warning(
+            "worker url=%s does not report its %s (/server_info answered %d), so decode servers "
+            "assume their own default; name it after --prefill URL",
+            worker.url,
+            _PORT,
+            answer.status,
+        )
 
 
 def _open_subscriber(config: RouterConfig) -> "CacheEventSubscriber | None":

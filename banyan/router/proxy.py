@@ -186,7 +186,7 @@ async def body_for(request: OutgoingRequest, prefill: Worker) -> bytes:
 
 def _with_bootstrap(raw: bytes, path: str, prefill: Worker) -> bytes:
     fields = json_object(raw)
-    host, port = prefill.upstream.host, prefill.spec.bootstrap_port
+    host, port = prefill.upstream.host, prefill.bootstrap_port
     host = f"[{host}]" if ":" in host else host
     count = _batch_size(path, fields)
     if count is None:

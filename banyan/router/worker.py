@@ -132,6 +132,8 @@ class Worker:
         """Requests sent so far."""
         self.failed = 0
         """Requests that failed."""
+        self.bootstrap_port = spec.bootstrap_port
+        """Where a prefill worker hands over; None = not known yet."""
         self.is_leaving = False
         """It gets no more requests and is removed when it has none."""
         self.trouble = "" if health.is_off else "it has not been asked yet"

@@ -14,7 +14,9 @@ holds the layers of one stage; inputs and outputs are sent outside the graph, an
 computed after the last stage.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,11 +32,14 @@ from banyan.platform.base import Graph
 from banyan.runner.attention import GroupView, StepGeometry
 from banyan.runner.batch import Batch
 from banyan.runner.forward import EagerForward, ForwardContext, is_sampled_plainly
-from banyan.runner.inputs import BoundStates, StepTensors, has_embedded
+from banyan.runner.inputs import BoundStates, StepTensors, takes_features
 from banyan.runner.multi_step import MultiStepRunner
 from banyan.runner.sampler import Sampled
 
 log = logger(__name__)
+
+_PROFILED = 10
+"""Operations that a profile of captures shows."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,33 @@ class CaptureSizes:
         shapes: rows of the graphs, ascending; with context parallelism rows of one share.
         is_unpadded: steps of other numbers of rows go to `eager` instead of being padded.
         verified: tokens of a row with all its drafts; 0 = rows have no drafts.
+        collects: Python collects garbage meanwhile.
+        is_profiled: log which operations the captures spend their time in.
     """
 
     shapes: tuple[int, ...]
     is_unpadded: bool = False
     verified: int = 0
+    collects: bool = False
+    is_profiled: bool = False
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Captures inside take less time, as nothing is searched for garbage."""
+        was_on = gc.isenabled()
+        if not self.collects:
+            gc.disable()
+        try:
+            if not self.is_profiled:
+                yield
+                return
+            with torch.profiler.profile() as profile:
+                yield
+            table = profile.key_averages().table(sort_by="cpu_time_total", row_limit=_PROFILED)
+            log.info("profile of the capture of graphs:\n%s", table)
+        finally:
+            if was_on:
+                gc.enable()
 
 
 class CapturedForward:
@@ -126,7 +153,7 @@ class CapturedForward:
         # The largest first: the others fit into its memory.
         self._graphs: dict[tuple[int, int], Graph] = {}
         """By number of rows and tokens per row."""
-        with torch.inference_mode():
+        with torch.inference_mode(), sizes.capturing():
             for rows in reversed(self._wide):
                 self._graphs[rows, verified] = platform.capture(self._work(rows, verified))
             for rows in reversed(shapes):
@@ -169,6 +196,7 @@ class CapturedForward:
             positions=step.positions[:size],
             attention=self._attention.bind(geometry),
             states=BoundStates(self._store, geometry),
+            shifts=None if step.shifts is None else step.shifts[:size],
             previous_states=None if step.carried is None else step.carried[:size],
         )
         firsts, counts = self._row_spans[:, : self._cp_size * rows]
@@ -219,7 +247,7 @@ class CapturedForward:
     def run(self, batch: Batch) -> None:
         shape, count = self._shape_of(batch)
         self._is_replayed = bool(shape)
-        if shape and self._dp is not None and has_embedded(batch, self._table):
+        if shape and self._dp is not None and takes_features(batch, self._table):
             # The other replicas replay graphs: this one must bring as many rows as they expect.
             self._is_replayed = False
             self._agree_on(shape)
@@ -297,12 +325,12 @@ class CapturedForward:
             return self._shape_for(counts) if counts == outputs else 0, 1
         if batch.branches:
             return 0, 1
-        is_embedded = has_embedded(batch, self._table)
+        takes = takes_features(batch, self._table)
         if self._cp is not None:
-            is_decode = len(batch.last) == batch.written == len(batch.rows) and not is_embedded
+            is_decode = len(batch.last) == batch.written == len(batch.rows) and not takes
             return self._shape_for(self._cp.tokens.counts) if is_decode else 0, 1
         rows, tokens = len(batch.rows), int(batch.offsets[-1])
-        if len(batch.last) != tokens or not rows or is_embedded:
+        if len(batch.last) != tokens or not rows or takes:
             return 0, 1
         if tokens == rows:
             return self._shape_for([rows]), 1

@@ -65,6 +65,8 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
             shares=shares,
             branching=config.branching,
             has_adapters=build.adapters is not None,
+            takes_features=model.takes_features and not build.groups.stages.rank,
+            has_axes=model.model_config.media is not None and bool(model.model_config.media.axes),
         )
         return StepTensors(context.table, context.store, platform, build.device, sizes)
 
@@ -98,7 +100,13 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
         most = build.exchanged * build.groups.attention.size // max(1, config.verified)
         shapes = tuple(shape for shape in shapes if shape <= most)
         max_rows = min(max_rows, most)
-    sizes = CaptureSizes(shapes or (max_rows,), config.is_unpadded, config.verified)
+    sizes = CaptureSizes(
+        shapes or (max_rows,),
+        config.is_unpadded,
+        config.verified,
+        config.collects_in_capture,
+        config.profiles_capture,
+    )
     return CapturedForward(context, eager, step, sizes)
 
 

@@ -1,6 +1,7 @@
 """Debugging of a model's layers: custom forward hooks, tensor dumps, and injected inputs.
 
-These serve --forward-hooks, --debug-tensor-dump-output-folder and --debug-tensor-dump-inject.
+These serve --forward-hooks, --debug-tensor-dump-output-folder, --debug-tensor-dump-inject and
+--enable-layerwise-nvtx-marker.
 """
 
 import os
@@ -24,6 +25,7 @@ from banyan.formats.arrays import read_arrays, write_arrays
 from banyan.layers.step_inputs import StepInputs
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
+from banyan.platform.base import Ranges
 
 log = logger(__name__)
 
@@ -33,8 +35,11 @@ _CALLED = re.compile(r"embedding|head|layers\.\d+(\.(?!\w*norm$)\w+)?")
 Hook = Callable[[nn.Module, tuple[object, ...], object], object]
 
 
-def watch_layers(model: Model, config: LoadConfig, rank: int) -> None:
+def watch_layers(model: Model, config: LoadConfig, rank: int, ranges: Ranges | None = None) -> None:
     """Install what the flags ask for.
+
+    Args:
+        ranges: marks the layers for profilers; None = they are not marked.
 
     Raises:
         ConfigError: the model has no such layers, or a hook is not callable.
@@ -49,12 +54,29 @@ def watch_layers(model: Model, config: LoadConfig, rank: int) -> None:
         )
     if config.injects:
         Injection(model, config.dump_input).install()
+    if ranges is not None:
+        _mark_layers(model, ranges)
     for spec in hook_specs(config.hooks):
         _install_hook(model, spec, config.path)
     if config.dump_folder:
         layers = config.dump_layers or range(model.model_config.num_layers)
         folder = Path(config.dump_folder) / f"rank{rank}-pid{os.getpid()}"
         Dump(model, folder, frozenset(layers)).install()
+
+
+def _mark_layers(model: nn.Module, ranges: Ranges) -> None:
+    """A range around the forward pass of each module."""
+
+    def begin(name: str, *_: object) -> None:
+        ranges.begin(name)
+
+    def end(*_: object) -> None:
+        ranges.end()
+
+    for name, part in model.named_modules():
+        if _CALLED.fullmatch(name):
+            part.register_forward_pre_hook(partial(begin, name))
+            part.register_forward_hook(end, always_call=True)
 
 
 def _install_hook(model: nn.Module, spec: HookSpec, checkpoint: str) -> None:

@@ -28,6 +28,8 @@ class RunnerConfig:
         aux_hidden_layers: layers whose inputs are kept as auxiliary hidden states.
         branching: longest path of a draft tree, from the newest token on; 0 = drafts are chains.
         raw_logprobs: report log-probabilities of the raw logits for outputs.
+        collects_in_capture: Python collects garbage while graphs are captured.
+        profiles_capture: log which operations the captures spend their time in.
         reads_all: hidden states or expert choices are read for every token, on at least one rank.
     """
 
@@ -48,6 +50,8 @@ class RunnerConfig:
     branching: int = 0
     reads_all: bool = False
     raw_logprobs: bool = False
+    collects_in_capture: bool = False
+    profiles_capture: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Abilities:
         vectors: rows are pooled into embeddings.
         hidden: rows report their hidden states.
         multi_steps: a plan may hold several decode steps.
+        features: joins may have spans.
     """
 
     groups: tuple[str, ...]
@@ -79,3 +84,4 @@ class Abilities:
     vectors: bool
     hidden: bool
     multi_steps: bool
+    features: bool = False

@@ -5,11 +5,13 @@ produce. It decays while decode steps run without a retraction. A retraction rai
 running requests have used so far.
 """
 
+import math
 from dataclasses import dataclass
 
 import msgspec
 
 from banyan.scheduler.request import Request
+from banyan.scheduler.spans import ContentLimits
 
 DRAFT_BUDGET = 64
 """Drafts that one step verifies at most: beyond this every further token makes a step slower."""
@@ -25,6 +27,7 @@ class Growth:
         decay_steps: steps with decode rows from `start` down to the floor.
         retract_steps: decode steps of capacity that a retraction should free.
         clip_tokens: longest remaining output that is taken into account.
+        reserved_tokens: a request is expected to add at least so many, if it may.
     """
 
     start: float = 0.7
@@ -32,6 +35,7 @@ class Growth:
     decay_steps: int = 600
     retract_steps: int = 20
     clip_tokens: int = 4096
+    reserved_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class Priorities:
         if not self.are_honoured:
             return 0
         return -given if self.low_first else given
+
+
+_LEAST_CHUNK, _CHUNK_STEP = 64, 16
+"""Chunks that shrink have at least so many tokens, and a multiple of so many."""
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True):
@@ -87,6 +95,9 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
         draft_budget: drafts per step, over all rows.
         multi_step: decode steps per plan (`choose_steps`).
         micro_batch: rows per step with pipeline stages; 0 = running requests divided by stages.
+        content: features of prompts that are given by content.
+        attention_ratio: work of attending to one position, relative to the rest of a token's work;
+            later chunks of a prompt shrink, so that all take the same time. 0 = they do not.
     """
 
     max_running: int
@@ -111,6 +122,21 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
     draft_budget: int = msgspec.field(name="draft_room", default=DRAFT_BUDGET)
     multi_step: int = msgspec.field(name="burst", default=1)
     micro_batch: int = 0
+    content: ContentLimits = ContentLimits()
+    attention_ratio: float = 0.0
+
+    def chunk_at(self, start: int) -> int:
+        """Tokens of a prompt's chunk that begins at position `start`.
+
+        A token at position p takes 1 + ratio · p. The chunk takes as long as the first one.
+        """
+        ratio, chunk = self.attention_ratio, self.chunk_tokens
+        if not ratio or not start:
+            return chunk
+        each = 1 + ratio * start
+        whole = chunk + ratio * chunk * chunk / 2
+        exact = (math.sqrt(each * each + 2 * ratio * whole) - each) / ratio
+        return min(chunk, max(_LEAST_CHUNK, int(exact) // _CHUNK_STEP * _CHUNK_STEP))
 
     @property
     def starts_are_bounds(self) -> bool:
@@ -127,6 +153,7 @@ class NewTokenRatio:
         self._step = (self._start - self._floor) / growth.decay_steps
         self._retract_steps = growth.retract_steps
         self._clip = growth.clip_tokens
+        self._reserved = growth.reserved_tokens
         self.value = self._start
 
     def reset(self) -> None:
@@ -146,4 +173,5 @@ class NewTokenRatio:
     def expected_tokens(self, request: Request) -> int:
         """Tokens that the request is still expected to add."""
         left = min(request.limit - request.known, self._clip)
-        return int(left * (1.0 if request.sampling.ignore_eos else self.value))
+        expected = int(left * (1.0 if request.sampling.ignore_eos else self.value))
+        return max(expected, min(left, self._reserved - request.output_len))

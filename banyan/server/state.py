@@ -51,6 +51,9 @@ PROBE_HOLDS_S = 1.0
 """How long a passed health check counts for later callers."""
 
 
+_NO_WEIGHTS = "weights have not been sent yet: POST /update_weights_from_disk"
+
+
 @dataclass(frozen=True)
 class Service:
     """What handlers use once the engine is ready."""
@@ -212,6 +215,8 @@ class ServerState:
     """Requests are accepted and wait until /continue_generation."""
     released: set[str] = field(default_factory=set[str])
     """Memory that /release_memory_occupation has released; requests wait until it is empty."""
+    awaits_weights: bool = field(init=False)
+    """No weights have been sent yet (--checkpoint-engine-wait-weights-before-ready)."""
     dead: str = ""
     open: OpenRequests = field(default_factory=OpenRequests)
     sessions: Sessions = field(default_factory=Sessions)
@@ -238,6 +243,7 @@ class ServerState:
     """Set once, before the model is loaded."""
 
     def __post_init__(self) -> None:
+        self.awaits_weights = self.config.model.waits_for_weights
         self.storage = Storage(storage_path(self.config.server))
         self.keys = Keys(self.config.server.api_key, self.config.server.api_key_file)
         self.adapters = AdapterNames.of(self.config.lora)
@@ -263,7 +269,7 @@ class ServerState:
             return "the server is shutting down"
         if self.service is None:
             return "the server is starting"
-        return self.service.client.health().reason
+        return self.service.client.health().reason or (_NO_WEIGHTS if self.awaits_weights else "")
 
     def admit(self) -> Service:
         """The service for a request that needs the engine.
@@ -279,6 +285,13 @@ class ServerState:
             )
         return service
 
+    def admit_with_weights(self) -> Service:
+        """Like `admit`, for a request that computes something."""
+        service = self.admit()
+        if self.awaits_weights:
+            raise unavailable(_NO_WEIGHTS, "no_weights")
+        return service
+
     def admit_to_queue(self, request: str) -> Service:
         """Like `admit`, for a request that will be queued: refuse it before it is read if the queue
         is full, and report that to the metrics.
@@ -286,7 +299,7 @@ class ServerState:
         Args:
             request: its id.
         """
-        service = self.admit()
+        service = self.admit_with_weights()
         try:
             service.client.refuse_if_full(CALLER.get())
         except RequestError as error:

@@ -3,6 +3,7 @@
 Reads the named tokens, the ids that end a generation, and the chat templates.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from tokenizers import AddedToken
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
+from banyan.base.os import open_regular
 from banyan.tokenizer.tokenizer import NAMED_TOKENS, Tokenizer, TokenizerFacts, build_backend
 
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -103,8 +105,12 @@ def _flag(config: Mapping[str, object], name: str) -> bool | None:
 def _eos_ids(path: str, backend: tokenizers.Tokenizer, named: Mapping[str, str]) -> tuple[int, ...]:
     """Ids that end a generation, from the tokenizer and from the model's configuration files."""
     found: list[object] = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(os.path.join(path, name)).get("eos_token_id")
+    configs = [_read_json(os.path.join(path, "generation_config.json"))]
+    # It may be encrypted; who reads the model's configuration reports what is wrong with it.
+    with contextlib.suppress(ModelError):
+        configs.append(_read_json(os.path.join(path, "config.json")))
+    for config in configs:
+        value = config.get("eos_token_id")
         found += value if isinstance(value, list) else [value]
     ids = (id for id in found if type(id) is int and 0 <= id < 1 << 32)
     return tuple(dict.fromkeys(ids))
@@ -145,7 +151,7 @@ def _read_json(path: str) -> dict[str, object]:
 
 def _read_text(path: str, limit: int) -> str:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             raw = file.read(limit + 1)
         if len(raw) > limit:
             raise ModelError(

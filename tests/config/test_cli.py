@@ -270,7 +270,7 @@ def test_scalars_of_a_file_may_be_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "show-time-cost: false",
+        "enable-pdmux: false",
         "encoder-urls: []",
         "disaggregation-decode-tp: 1",
     ],

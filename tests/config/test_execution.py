@@ -6,6 +6,7 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.config.resolve import resolve
+from banyan.config.rules.execution import with_draft_attention
 from banyan.config.schema import Config
 from banyan.model_config.model_config import FULL, WINDOW
 from tests.support.configs import MODEL_CONFIG, NOTHING
@@ -66,3 +67,46 @@ def test_a_kernel_that_is_forced_by_name_goes_before_a_backend() -> None:
     mine = '{"paged_attention": "reference"}'
     device = resolved("--attention-backend", "torch_native", "--kernels", mine).device
     assert device.kernels == {"paged_attention": "reference"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "attention", "phase"),
+    [
+        (("--prefill-attention-backend", "torch_native"), "auto", "prefill"),
+        (("--decode-attention-backend", "torch_native"), "auto", "decode"),
+        (
+            (
+                *("--attention-backend", "torch_native"),
+                *("--decode-attention-backend", "triton"),
+            ),
+            "auto",
+            "prefill",
+        ),
+        (
+            (
+                *("--prefill-attention-backend", "torch_native"),
+                *("--decode-attention-backend", "torch_native"),
+            ),
+            "torch_native",
+            "",
+        ),
+        (("--prefill-attention-backend", "triton"), "auto", ""),
+    ],
+)
+def test_phases_have_their_own_attention(
+    flags: tuple[str, ...], attention: str, phase: str
+) -> None:
+    device = resolved(*flags).device
+    assert (device.attention, device.torch_phase) == (attention, phase)
+    assert device.is_eager == bool(phase)
+    forced = device.kernels.get("paged_attention", "")
+    assert bool(forced) == (attention == "torch_native")
+
+
+def test_the_draft_model_has_its_own_attention() -> None:
+    torch_drafts = resolved("--speculative-draft-attention-backend", "torch_native")
+    assert not torch_drafts.device.kernels
+    kernels = with_draft_attention(torch_drafts).device.kernels
+    assert kernels == {"paged_attention": "torch_attention:paged_attention"}
+    own = ("--speculative-draft-attention-backend", "triton", "--attention-backend", "torch_native")
+    assert not with_draft_attention(resolved(*own)).device.kernels

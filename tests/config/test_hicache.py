@@ -57,7 +57,7 @@ def test_a_variable_names_the_folder_of_the_store() -> None:
     assert store_wishes(named).rest == {"path": "/other"}
 
 
-@pytest.mark.parametrize("name", ["hf3fs", "dynamic", "aibrix"])
+@pytest.mark.parametrize("name", ["hf3fs", "eic", "aibrix"])
 def test_stores_of_others_are_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(ConfigError, match="use file, with a folder that all machines share"):
         config_of("--enable-hierarchical-cache", "--hicache-storage-backend", name)

@@ -1,14 +1,16 @@
 """What a flag's value does on a device: the start, `banyan config` and the help give one answer."""
 
+import json
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.cli.main import main
-from banyan.config.cli import help_text, parse
+from banyan.config.cli import default_of, help_text, parse, value_of
 from banyan.config.env import Environment, NpuWishes, read_environment
-from banyan.config.flags.flag import FLOAT, FLOATS, INT, INTS, JSON, SWITCH, Form
+from banyan.config.flags.flag import FLOAT, FLOATS, INT, INTS, JSON, SWITCH, WORDS, Flag, Form
 from banyan.config.flags.outcome import (
     DEVICES,
     MISSING,
@@ -20,8 +22,9 @@ from banyan.config.flags.outcome import (
     outcome_of,
     outcome_rows,
 )
-from banyan.config.flags.table import find
-from tests.model_config.test_checkpoint import LLAMA, folder
+from banyan.config.flags.table import find, known_flags
+from tests.support.cases import check_each
+from tests.support.checkpoints import LLAMA, folder
 
 ENVIRONMENTS = {
     device: Environment(npu=NpuWishes(driver="tests.ascend.emulation", soc=device))
@@ -147,3 +150,68 @@ def test_ascend_attention_without_an_npu_is_reported_loudly(monkeypatch) -> None
     config = parse(["M", "--attention-backend", "ascend"], read_environment({}))
     assert config.device.name == "auto"
     assert "no Ascend NPU is used" in config.observe.notes[0]
+
+
+OWN = ("device", "model-path")
+"""What every start of the test names."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_start_takes_every_flag_that_works_on_a_device(device: str) -> None:
+    """Each with a value that is not its default, alone. What a device or a model cannot do with
+    others is refused later, by name."""
+    name = "npu" if device in ENVIRONMENTS else device
+    environment = ENVIRONMENTS.get(device, Environment())
+
+    def check(flag: Flag) -> None:
+        values = [each for each in values_of(flag) if works(flag, each, device)]
+        assert values, "no value of it works"
+        config = parse(["M", "--device", name, *written(flag, values[0])], environment)
+        assert value_of(config, flag) not in (default_of(flag), None)
+        mine = [note for note in config.observe.notes if note.startswith(f"--{flag.name} ")]
+        assert all(
+            outcome.why not in note
+            for note in mine
+            for row in outcome_rows().get(flag.name, ())
+            for outcome in [row.outcome]
+        )
+
+    flags = [known for known in known_flags() if isinstance(known, Flag) and known.documented]
+    check_each(
+        (f for f in flags if outcome_of(f, None, device).verdict == WORKS and f.name not in OWN),
+        check,
+        lambda flag: flag.name,
+    )
+
+
+def values_of(flag: Flag) -> list[object]:
+    """Legal values that are not the default, most likely ones first."""
+    default = default_of(flag)
+    if flag.kind == SWITCH:
+        return [flag.sets]
+    if flag.choices:
+        return [each for each in flag.choices if each != default]
+    if flag.kind in (INT, FLOAT):
+        numbers = (2, 3, 1, 256, 2048, 1 << 21) if flag.kind == INT else (0.5, 2.5)
+        return [n for n in numbers if n != default and flag.low <= n <= flag.high]
+    words = [("a:b", "c:d"), ("{}",), ("custom", "7"), ("q_proj",)]
+    several = {INTS: [(1, 2)], FLOATS: [(0.5, 2.0)], JSON: [{"a": "b"}], WORDS: words}
+    found = several.get(flag.kind, ["text"])
+    return [each for each in found if flag.kind != WORDS or fits(flag, each)]
+
+
+def fits(flag: Flag, words: object) -> bool:
+    assert isinstance(words, tuple)
+    return not flag.pattern or all(re.fullmatch(flag.pattern, word) for word in words)
+
+
+def works(flag: Flag, value: object, device: str) -> bool:
+    return outcome_of(flag, value, device).verdict == WORKS
+
+
+def written(flag: Flag, value: object) -> list[str]:
+    if flag.kind == SWITCH:
+        return [f"--{flag.name}"]
+    if isinstance(value, tuple):
+        return [f"--{flag.name}", *map(str, value)]
+    return [f"--{flag.name}", json.dumps(value) if isinstance(value, dict) else str(value)]

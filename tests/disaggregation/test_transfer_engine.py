@@ -3,15 +3,21 @@
 import ctypes
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
 from banyan.ascend.kv_transfer import Ascend
+from banyan.base.errors import ConfigError
 from banyan.disaggregation import decode_side as taking
-from banyan.disaggregation import wire
+from banyan.disaggregation import rules, wire
 from banyan.disaggregation.decode_side import DecodeSide
+from banyan.disaggregation.mooncake import Mooncake
+from banyan.disaggregation.nixl import Nixl
 from banyan.disaggregation.prefill_side import PrefillSide
 from banyan.disaggregation.transfer import TransferOptions
 from banyan.disaggregation.transfer_engine import BATCH, Fabric, HostMemory, Landing, code_of
@@ -23,6 +29,8 @@ from banyan.messages.disaggregation import (
 )
 from banyan.messages.plan import CopyResult, PageCopy, device_page, peer_page
 from tests.ascend.emulation import fabric
+from tests.support.configs import MODEL_CONFIG, NOTHING
+from tests.support.flags import config_of
 from tests.support.page_transfer import ROOM, SIZE, SMALL, Pages, Side, free_port, give, seek, take
 
 
@@ -240,3 +248,59 @@ def test_a_code_belongs_to_one_page_in_one_place_of_one_connection() -> None:
     ]
     assert len(dict.fromkeys(codes)) == 4 and codes[0] == code_of(page.copy(), b"k", 0)
     assert BATCH >= taking._REPORTED_AT_ONCE
+
+
+def named_devices(devices: str) -> TransferOptions:
+    return TransferOptions(True, "127.0.0.1", 1, "", {}, 8, 1.0, 1.0, rdma_devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "protocol"), [("", "tcp"), ("mlx5_0,mlx5_1", "rdma")], ids=["none", "two"]
+)
+def test_the_devices_that_are_named_reach_the_engines(
+    devices: str, protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against stand-ins of the packages, which note what they are given."""
+    given = list[object]()
+
+    class Engine:
+        def initialize(self, *words: str) -> int:
+            given.append(words)
+            return 0
+
+        def get_rpc_port(self) -> int:
+            return 5
+
+    def agent(name: str, backends: list[str]) -> object:
+        assert not backends
+        return SimpleNamespace(create_backend=lambda *words: given.append(words))
+
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.engine", SimpleNamespace(TransferEngine=Engine))
+    monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
+    api = SimpleNamespace(nixl_agent=agent, nixl_agent_config=lambda backends: backends)
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
+    Mooncake("127.0.0.1", named_devices(devices))
+    Nixl("127.0.0.1", named_devices(devices))
+    named = {"device_list": devices} if devices else {}
+    assert given == [("127.0.0.1", "P2PHANDSHAKE", protocol, devices), ("UCX", named)]
+
+
+def test_devices_that_are_not_there_end_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "RDMA_FOLDER", str(tmp_path))
+    monkeypatch.setattr(rules, "find_spec", lambda name: name)
+    (tmp_path / "mlx5_0").mkdir()
+
+    def checked(devices: str, engine: str) -> None:
+        words = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", engine)
+        config = config_of(*words, "--disaggregation-ib-device", devices)
+        rules.check_disaggregation(config, MODEL_CONFIG, NOTHING)
+
+    checked("mlx5_0:1", "nixl")
+    checked("mlx5_0", "mooncake")
+    with pytest.raises(ConfigError, match="has no RDMA device 'mlx5_1'"):
+        checked("mlx5_0,mlx5_1", "mooncake")
+    with pytest.raises(ConfigError, match="tcp takes no devices by name"):
+        checked("mlx5_0", "tcp")

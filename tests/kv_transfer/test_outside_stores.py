@@ -192,3 +192,27 @@ def test_a_package_that_is_not_there_is_named(kind: str, monkeypatch, tmp_path) 
         extra = {"master_server_address": "x:1", "global_segment_size": 0}
     with pytest.raises(ConfigError, match="pip install"):
         STORES.load(kind)(StoreOptions(MODEL, [SIZE], extra))
+
+
+def test_a_class_that_is_named_is_the_store(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "my_store.py").write_text(
+        "from banyan.kv_transfer.file_store import open_files\n"
+        "class MyStore:\n"
+        "    def __new__(cls, options):\n"
+        "        return open_files(options)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    named = {"backend_name": "mine", "module_path": "my_store", "class_name": "MyStore"}
+    extra: dict[str, object] = {**named, "path": str(tmp_path / "pages")}
+    store = STORES.load("dynamic")(StoreOptions(MODEL, [SIZE], extra))
+    store.write(name(1), page(1, SIZE))
+    assert bytes(store.read(name(1))) == page(1, SIZE)
+    store.close()
+    for missing, message in (
+        ({**named, "class_name": "Other"}, "has no function 'Other'"),
+        ({**named, "module_path": "no_such_module"}, "cannot be imported"),
+        ({"class_name": "MyStore"}, "needs module_path and class_name"),
+        ({**named, "class_name": 5}, "needs module_path and class_name"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            STORES.load("dynamic")(StoreOptions(MODEL, [SIZE], missing))

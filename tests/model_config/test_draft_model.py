@@ -70,6 +70,17 @@ def test_what_the_flags_say_of_the_draft_is_of_it_alone(models):
     assert config.model.load_format == "safetensors"
 
 
+def test_a_draft_model_is_read_by_the_configuration_that_was_named(models, tmp_path: Path):
+    words = models()
+    plain = (Path(words[3]) / "config.json").rename(tmp_path / "decrypted.json")
+    (Path(words[3]) / "config.json").write_bytes(b"encrypted")
+    with pytest.raises(BanyanError, match="is not JSON"):
+        resolved(*words)
+    config = resolved(*words, "--decrypted-draft-config-file", str(plain))
+    draft = draft_model_config(config.speculative, draft_of(config), None)
+    assert draft.num_layers == SMALL["num_hidden_layers"]
+
+
 @pytest.mark.parametrize(
     ("facts", "text"),
     [

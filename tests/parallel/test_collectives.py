@@ -9,7 +9,12 @@ import psutil
 import pytest
 import torch
 
+from banyan.base.errors import ConfigError
+from banyan.config.cli import parse
+from banyan.config.env import read_environment
 from banyan.dp_attention.batch import DPAttentionRows
+from banyan.parallel import process_group
+from banyan.parallel.collectives import Rendezvous
 from banyan.parallel.groups import Group
 from tests.parallel.ranks import LIBRARIES, meet, needs_compiler, together
 
@@ -241,3 +246,21 @@ def test_shared_memory_leaves_no_file_and_no_port(tmp_path):
 def test_gloo_listens_on_loopback_alone_where_the_ranks_meet_at_a_file(tmp_path):
     for ports, _ in together(2, tmp_path, files_and_ports, "gloo"):
         assert ports and set(ports) == {"127.0.0.1"}
+
+
+def test_gloo_listens_on_the_interface_that_is_named(monkeypatch):
+    """And not where it reaches the other ranks."""
+    config = parse(["M"], read_environment({"GLOO_SOCKET_IFNAME": "lo"}))
+    opened = list[str]()
+
+    def stop(hostname):
+        opened.append(hostname)
+        raise RuntimeError
+
+    monkeypatch.setattr(process_group.dist.ProcessGroupGloo, "create_device", stop)
+    away = Rendezvous(0, 2, "tcp://192.0.2.1:5", 1.0, interface=config.parallel.interface)
+    with pytest.raises(RuntimeError):
+        process_group.GLOO.open(away)
+    assert opened == ["127.0.0.1"]
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=no-such: .* no such interface"):
+        process_group.own_address("192.0.2.1", "no-such")

@@ -1,10 +1,13 @@
 """A group of one, and places where several cannot meet."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError, DeviceError
+from banyan.engine.core_process import OtherRanks
 from banyan.engine.model_loader import Phases, open_model
 from banyan.parallel.collectives import COLLECTIVES, Rendezvous, open_collectives
 from banyan.parallel.groups import Group, GroupsConfig, open_groups
@@ -43,6 +46,33 @@ def test_the_choice_of_a_library_says_why_the_others_declined(tmp_path):
         assert COLLECTIVES.load("shared").declines(rendezvous) == reason
         with pytest.raises(ConfigError, match=f"no collectives for 2 ranks: shared: {reason}"):
             open_collectives(rendezvous, ("shared",))
+
+
+def test_ranks_meet_at_the_port_that_is_named(monkeypatch):
+    def started(ranks, process_spec, meeting, spares):
+        raise TimeoutError(meeting)
+
+    monkeypatch.setattr("banyan.engine.core_process.LocalRanks", started)
+    with pytest.raises(TimeoutError, match=r"^$"):
+        OtherRanks(config_of("--tp", "2"), MODEL_CONFIG, "")
+    given = config_of("--tp", "2", "--nccl-port", "5000")
+    with pytest.raises(TimeoutError, match=r"^$"):  # ranks of a CPU share memory
+        OtherRanks(given, MODEL_CONFIG, "")
+    config = replace(given, device=replace(given.device, name="npu"))
+    second = replace(config, parallel=replace(config.parallel, replica=1))
+    for each, meeting in ((config, "tcp://127.0.0.1:5000"), (second, "tcp://127.0.0.1:5001")):
+        with pytest.raises(TimeoutError, match=f"^{meeting}$"):
+            OtherRanks(each, MODEL_CONFIG, "")
+
+
+def test_our_own_collectives_can_be_left_out(monkeypatch):
+    def opened(config):
+        raise TimeoutError(" ".join(config.libraries))
+
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", opened)
+    for flags, text in ((), "shared gloo"), (("--disable-custom-all-reduce",), "gloo"):
+        with pytest.raises(TimeoutError, match=f"^{text}$"):
+            open_model(config_of("--tp", "2", *flags), MODEL_CONFIG, 0, "", Phases(WallClock()))
 
 
 def test_a_rank_waits_for_the_others_as_long_as_told(monkeypatch):

@@ -73,6 +73,7 @@ class FakeWorker:
 
     say: Say = says(whole(b"{}"))
     health: bytes = whole(b"")
+    info: bytes = whole(b"{}", 404)
     requests: list[Request] = field(default_factory=list[Request])
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a client has closed the connection."""
@@ -111,8 +112,8 @@ class FakeWorker:
                 size = int(headers.get("content-length", 0)) if self.reads_bodies else 0
                 body = await reader.readexactly(size)
                 request = Request(method, target, headers, body)
-                if request.path == "/health":
-                    writer.write(self.health)
+                if request.path in ("/health", "/server_info"):
+                    writer.write(self.health if request.path == "/health" else self.info)
                     continue
                 self.requests.append(request)
                 await self.say(request, reader, writer)

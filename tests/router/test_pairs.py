@@ -108,6 +108,28 @@ async def test_a_prefill_worker_without_a_port_leaves_it_open() -> None:
             assert some[1].requests[0].fields["bootstrap_port"] is None
 
 
+@pytest.mark.parametrize(
+    ("info", "port"),
+    [
+        (whole(b'{"disaggregation_bootstrap_port":6657}'), 6657),
+        (whole(b'{"disaggregation_bootstrap_port":70000}'), None),
+        (whole(b'{"disaggregation_bootstrap_port":true}'), None),
+        (whole(b'{"disaggregation_bootstrap_port":6657}', 401), None),
+        (whole(b"[]"), None),
+        (whole(b"["), None),
+    ],
+)
+async def test_a_prefill_worker_is_asked_for_the_port_that_nobody_gave(
+    info: bytes, port: int | None
+) -> None:
+    async with workers(GOOD, GOOD) as some:
+        some[0].info = info
+        specs = [WorkerSpec(some[0].url, "prefill"), WorkerSpec(some[1].url, "decode")]
+        async with router(specs, PAIRED) as it:
+            await it.http.post("/generate", json={"text": "a"})
+            assert some[1].requests[0].fields["bootstrap_port"] == port
+
+
 async def test_the_stream_is_that_of_the_decode_worker() -> None:
     events = [b"data: 1\n\n", b"data: [DONE]\n\n"]
     streams = says(STREAM_HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n")

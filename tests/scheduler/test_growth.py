@@ -104,3 +104,11 @@ def test_a_lower_expectation_admits_more_requests():
 def test_a_value_that_is_not_legal_ends_the_start_by_name(name, text):
     with pytest.raises(Exception, match=f"SGLANG_{name} must be"):
         spec_under(**{name: text})
+
+
+def test_a_decode_server_keeps_the_tokens_given():
+    flags = ("--disaggregation-mode", "decode", "--num-reserved-decode-tokens", "80")
+    ratio = ratio_under(*flags, INIT_NEW_TOKEN_RATIO="0.25")
+    assert [ratio.expected_tokens(request(new)) for new in (40, 100, 2000)] == [40, 80, 500]
+    ratio = ratio_under(*flags[2:], INIT_NEW_TOKEN_RATIO="0.25")
+    assert ratio.expected_tokens(request(100)) == 25

@@ -382,3 +382,36 @@ def test_no_more_tokens_wait_than_allowed():
     driver.submit("long", [3] * 12)  # nobody waits
     driver.run()
     assert isinstance(driver.ends["long"], Finished)
+
+
+def test_later_chunks_take_as_long_as_the_first():
+    ratio = 1 / 4096
+    driver = Driver(
+        pages=1100,
+        page_tokens=16,
+        chunk_tokens=1024,
+        max_request_tokens=17_000,
+        attention_ratio=ratio,
+    )
+    driver.submit("a", [1] * 16384, new=1)
+    driver.run()
+    rows = [(r.start, r.count) for p in driver.plans for r in p.rows]
+    assert sum(count for _, count in rows) == 16384
+    whole = [count + ratio * count * (start + count / 2) for start, count in rows[:-1]]
+    assert max(whole) < 1.1 * min(whole)
+    assert rows[0] == (0, 1024) and rows[-2][1] < 400
+    even = [1024 + ratio * 1024 * (start + 512) for start in range(0, 16384, 1024)]
+    assert max(even) > 4 * min(even)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shrinks"),
+    [
+        (("--pp", "2", "--enable-dynamic-chunking"), True),
+        (("--pp", "2"), False),
+        (("--enable-dynamic-chunking",), False),
+        (("--pp", "2", "--enable-dynamic-chunking", "--chunked-prefill-size", "-1"), False),
+    ],
+)
+def test_chunks_shrink_on_demand_with_stages_alone(flags, shrinks):
+    assert (asked(*flags).limits.attention_ratio > 0) == shrinks

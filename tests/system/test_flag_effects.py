@@ -14,6 +14,7 @@ import torch
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.llm import Engine
+from banyan.ops import reference
 from banyan.server.lifecycle.startup import READY_LINE
 from tests.system.serving import Server, serving, stream_events
 
@@ -351,6 +352,27 @@ def test_torch_attends_when_it_is_named(tiny_model: Path) -> None:
         pytest.skip("no compiled kernels here: torch attends anyway")
     lines = kernels_of(tiny_model).splitlines()
     assert not any(x.startswith("torch_attention") for x in lines), lines
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_torch_attends_in_the_phase_that_is_named(
+    tiny_model: Path, phase: str, monkeypatch
+) -> None:
+    rows = dict[bool, None]()
+    slow = reference.paged_attention
+
+    def counted(q, k, v, tables, starts, *more, **named):
+        rows.update(dict.fromkeys((starts.diff() == 1).tolist()))
+        return slow(q, k, v, tables, starts, *more, **named)
+
+    with engine(tiny_model, cpu_activations="fp32", kv_cache_dtype="fp32") as it:
+        right = it.generate(input_ids=PROMPT, sampling_params=EIGHT)["output_ids"]
+    monkeypatch.setattr(reference, "paged_attention", counted)
+    flags = {f"{phase}_attention_backend": "torch_native", "skip_server_warmup": True}
+    with engine(tiny_model, cpu_activations="fp32", kv_cache_dtype="fp32", **flags) as it:
+        assert it.generate(input_ids=PROMPT, sampling_params=EIGHT)["output_ids"] == right
+        assert f"{phase}=torch_attention" in str(it.get_server_info()["facts"]["kernels"])
+    assert rows == {phase == "decode": None}
 
 
 @pytest.mark.parametrize(("size", "is_slow"), [(1, True), (16, False), (512, True)])

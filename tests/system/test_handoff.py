@@ -222,8 +222,12 @@ def test_a_prompt_that_nobody_will_take_goes_with_whoever_asked_for_it(pair: Pai
             "the last one would be 65536",
         ),
         (
-            {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
-            "cannot be combined with --hicache-storage-backend",
+            {
+                "disaggregation_mode": "decode",
+                "enable_hierarchical_cache": True,
+                "hicache_storage_backend": "file",
+            },
+            "stores pages only with --disaggregation-decode-enable-offload-kvcache",
         ),
         ({"host": "0.0.0.0"}, "BANYAN_DIST_SECRET"),
         ({"disaggregation_transfer_backend": "mori"}, "use tcp"),
@@ -328,6 +332,57 @@ def test_a_fake_transfer_needs_no_other_server(tiny_model: Path) -> None:
         assert len(alone.prefill.generate(**body)["output_ids"]) == 1
         stats = alone.decode.get_server_info()["internal_states"][0]["stats"]
         assert stats["computed_tokens"] < 40, "no prompt was computed"
+
+
+def test_a_decode_server_invents_the_prompts_of_requests_without_a_host(
+    tiny_model: Path, single: Engine
+) -> None:
+    auto = {"disaggregation_decode_enable_fake_auto": True}
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    with engines(tiny_model, decode=auto) as pair:
+        for more in ({}, {"bootstrap_room": 7}):
+            assert len(pair.decode.generate(**body, **more)["output_ids"]) == 8
+        stats = pair.decode.get_server_info()["internal_states"][0]["stats"]
+        assert stats["computed_tokens"] < 80, "no prompt was computed"
+        other = {**body, "input_ids": PROMPT[::-1]}
+        assert pair.ask(**other)["output_ids"] == single.generate(**other)["output_ids"]
+        assert is_whole(pair.decode)
+
+
+def test_a_second_turn_finds_what_the_decode_server_has_stored(
+    tiny_model: Path, tmp_path: Path, single: Engine
+) -> None:
+    options = {"path": str(tmp_path / "pages"), "prefetch_threshold": 16}
+    store = {
+        "hicache_storage_backend": "file",
+        "hicache_storage_backend_extra_config": options,
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
+    prefill = {"enable_hierarchical_cache": True, **store}
+    decode = {"disaggregation_decode_enable_offload_kvcache": True, **store}
+    long = {**GREEDY, "max_new_tokens": 160, "ignore_eos": True}
+    with engines(tiny_model, prefill, decode) as pair:
+        first = pair.ask(input_ids=PROMPT[:64], sampling_params=long)["output_ids"]
+        written = (64 + len(first) - 1) // 16  # nothing reads the last token
+        kept = tmp_path / "pages"
+        wait_until(lambda: len(list(kept.rglob("*.page"))) >= written, WAIT_S, "pages to be stored")
+        pair.prefill.flush_cache()
+        second = {
+            "input_ids": [*PROMPT[:64], *first, *PROMPT[64:80]],
+            "sampling_params": GREEDY,
+        }
+        found = pair.ask(**second)
+        assert found["output_ids"] == single.generate(**second)["output_ids"]
+        hit = found["meta_info"]["cached_tokens"] // 16
+        assert hit >= 0.95 * written, f"{hit} of {written} pages"
+        stats = pair.prefill.get_server_info()["internal_states"][0]["stats"]
+        assert stats["stored_tokens"] >= 0.95 * 16 * written
+    with pytest.raises(ConfigError, match="needs --hicache-storage-backend"):
+        Engine(
+            str(tiny_model),
+            disaggregation_mode="decode",
+            disaggregation_decode_enable_offload_kvcache=True,
+        )
 
 
 # -- real servers ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.profiler.itt
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.config.hooks import hook_specs
@@ -184,3 +185,24 @@ def test_what_cannot_be_dumped_is_refused(
 ) -> None:
     with pytest.raises(BanyanError, match=said):
         engine(tiny_model, **flags)
+
+
+def test_each_layer_is_a_range_for_profilers(tiny_model: Path, monkeypatch) -> None:
+    marks = list[str]()
+    monkeypatch.setattr(torch.profiler.itt, "is_available", lambda: True)
+    monkeypatch.setattr(torch.profiler.itt, "range_push", marks.append)
+    monkeypatch.setattr(torch.profiler.itt, "range_pop", lambda: marks.append("end"))
+    with engine(tiny_model) as it:
+        right = answer(it)
+    assert not marks
+    with engine(tiny_model, enable_layerwise_nvtx_marker=True, skip_server_warmup=True) as it:
+        assert answer(it) == right
+    assert marks[:2] == ["embedding", "end"] and marks[2] == "layers.0"
+    depth, open_ranges = 0, list[str]()
+    for mark in marks:
+        depth += -1 if mark == "end" else 1
+        open_ranges += [mark] if mark != "end" else []
+        assert 0 <= depth <= 2
+    assert depth == 0
+    passes = open_ranges.count("embedding")
+    assert passes >= 4 and open_ranges.count("layers.1.mlp") == passes

@@ -4,13 +4,14 @@ import contextlib
 import json
 import shutil
 
+import httpx
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from banyan.sim.replay import check
 from tests.support.pauses import Asking, go_on, pause, wait_running
 from tests.system.checkpoint import write_tiny_model
-from tests.system.serving import serving, wait_until
+from tests.system.serving import launch, serving, wait_until
 
 PROMPT = "The banyan grows new roots and shares them, page by page. " * 4
 PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
@@ -215,3 +216,30 @@ def test_all_replicas_do_it_or_none_does(start, folders, expected):
         for _ in range(2):
             assert server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"] == expected
         assert server.http.get("/ready").status_code == 200
+
+
+def test_a_server_waits_for_the_weights_that_are_to_come(tmp_path, folders, expected):
+    waits = ("--load-format", "dummy", "--checkpoint-engine-wait-weights-before-ready")
+    flags = ("--model-path", str(folders[0]), "--threads", "1", "--max-total-tokens", "16384")
+    server = launch(tmp_path / "log", *flags, *waits)
+    body = {"text": PROMPT, "sampling_params": PARAMS}
+    try:
+        wait_until(lambda: "weights have not been sent" in reason(server), 60, "the engine")
+        for answer in (
+            server.http.get("/health"),
+            server.http.post("/generate", json=body),
+            server.http.get("/health_generate"),
+        ):
+            assert answer.status_code == 503 and "weights have not been sent" in answer.text
+        assert update(server, folders[1]).status_code == 200
+        assert server.http.get("/readyz").status_code == 200
+        assert server.generate(**body)["output_ids"] == expected
+    finally:
+        server.kill()
+
+
+def reason(server):
+    """Why the server is not ready; "" while nobody answers."""
+    with contextlib.suppress(httpx.TransportError):
+        return server.http.get("/readyz").text
+    return ""

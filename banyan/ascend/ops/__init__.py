@@ -7,7 +7,10 @@ _LATENT = f"{_HERE}.latent_attention"
 _ROWS = ("rms_norm", "add_rms_norm", "rotary", "silu_and_mul")
 KERNELS = {
     "write_kv": [f"{_HERE}.paged_attention:write_kv"],
-    "paged_attention": [f"{_HERE}.paged_attention:paged_attention"],
+    "paged_attention": [
+        f"{_HERE}.paged_attention:paged_attention",
+        "banyan.ops.torch_attention:paged_attention",
+    ],
     "write_latent": [
         f"{_LATENT}:write_fractal",
         f"{_LATENT}:write_latent",

@@ -1,6 +1,6 @@
 """KV cache flags: size, pages, eviction, further tiers, and prefill/decode disaggregation."""
 
-from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Elsewhere, Flag
+from banyan.config.flags.flag import COMMAS, FLOAT, INT, JSON, SWITCH, Elsewhere, Flag
 
 _PAIR_TEST = "tests/system/test_handoff.py::test_a_pair_answers_like_one_server"
 FLAGS = (
@@ -189,12 +189,14 @@ FLAGS = (
         "hicache-storage-backend",
         "cache.store",
         "storage of KV cache pages: file = a folder that servers may share, nixl = the same "
-        "through NIXL, mooncake = a Mooncake cluster, or the name of an installed store",
+        "through NIXL, mooncake = a Mooncake cluster, dynamic = the class that the extra config "
+        "names (module_path, class_name), or the name of an installed store",
         elsewhere=(
             Elsewhere(
-                "sim npu_memcache hf3fs aibrix dynamic eic simm mori shm tensorcast seaweedfs",
+                "sim npu_memcache hf3fs aibrix eic simm mori shm tensorcast seaweedfs",
                 "this storage backend is not supported",
-                "use file, with a folder that all machines share",
+                "use file, with a folder that all machines share, or dynamic with a class that "
+                "reaches this storage",
             ),
         ),
         proof="tests/system/test_store.py::test_a_restarted_server_answers_from_the_store",
@@ -248,6 +250,43 @@ DISAGGREGATION_FLAGS = (
             ),
         ),
         proof="tests/system/test_handoff.py::test_a_fake_transfer_needs_no_other_server",
+    ),
+    Flag(
+        "disaggregation-decode-enable-fake-auto",
+        "handoff.fakes_prompts",
+        "a decode server invents the prompt's pages of requests that name no bootstrap_host (load "
+        "tests of one side)",
+        kind=SWITCH,
+        proof="tests/system/test_handoff.py"
+        "::test_a_decode_server_invents_the_prompts_of_requests_without_a_host",
+    ),
+    Flag(
+        "disaggregation-decode-enable-offload-kvcache",
+        "handoff.offloads",
+        "a decode server writes pages of prompts and answers to --hicache-storage-backend, where "
+        "prefill servers with the same store find them",
+        kind=SWITCH,
+        proof="tests/system/test_handoff.py"
+        "::test_a_second_turn_finds_what_the_decode_server_has_stored",
+    ),
+    Flag(
+        "disaggregation-ib-device",
+        "handoff.rdma_devices",
+        "RDMA devices by which mooncake or nixl transfer pages; default: mooncake uses TCP, UCX "
+        "chooses for nixl",
+        kind=COMMAS,
+        proof="tests/disaggregation/test_transfer_engine.py"
+        "::test_the_devices_that_are_named_reach_the_engines",
+    ),
+    Flag(
+        "num-reserved-decode-tokens",
+        "handoff.reserved_tokens",
+        "a decode server admits a request only if pages for this many further tokens of each "
+        "running one stay free",
+        kind=INT,
+        low=0,
+        high=1 << 31,
+        proof="tests/scheduler/test_growth.py::test_a_decode_server_keeps_the_tokens_given",
     ),
     Flag(
         "disaggregation-bootstrap-port",

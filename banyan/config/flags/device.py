@@ -244,6 +244,23 @@ FLAGS = (
         proof="tests/config/test_ray.py::test_ranks_that_ray_is_to_start_are_nodes",
     ),
     Flag(
+        "nccl-port",
+        "parallel.port",
+        "port where the ranks of one machine meet, further replicas at the following ones (NPU); "
+        "default: they meet at a file",
+        kind=INT,
+        low=0,
+        high=65535,
+        proof="tests/parallel/test_groups.py::test_ranks_meet_at_the_port_that_is_named",
+    ),
+    Flag(
+        "disable-custom-all-reduce",
+        "parallel.avoids_own_collectives",
+        "ranks exchange numbers through gloo instead of shared memory (CPU; slower)",
+        kind=SWITCH,
+        proof="tests/parallel/test_groups.py::test_our_own_collectives_can_be_left_out",
+    ),
+    Flag(
         "dist-timeout",
         "parallel.meet_timeout_s",
         "seconds that a rank waits for the others",
@@ -268,6 +285,20 @@ FLAGS = (
         choices=ATTENTION,
         plugins="banyan.attention",
         proof="tests/system/test_flag_effects.py::test_torch_attends_when_it_is_named",
+    ),
+    Flag(
+        "prefill-attention-backend",
+        "device.prefill_attention",
+        "as --attention-backend, for rows of several tokens; default: --attention-backend",
+        choices=ATTENTION,
+        proof="tests/system/test_flag_effects.py::test_torch_attends_in_the_phase_that_is_named",
+    ),
+    Flag(
+        "decode-attention-backend",
+        "device.decode_attention",
+        "as --attention-backend, for rows of one token; default: --attention-backend",
+        choices=ATTENTION,
+        proof="tests/system/test_flag_effects.py::test_torch_attends_in_the_phase_that_is_named",
     ),
     Flag(
         "enable-fp32-lm-head",
@@ -336,6 +367,21 @@ FLAGS = (
         "the next one (CUDA, NPU)",
         kind=SWITCH,
         proof="tests/ascend/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
+    ),
+    Flag(
+        "enable-cudagraph-gc",
+        "device.collects_in_capture",
+        "collect garbage while graphs are captured (CUDA, NPU; slower)",
+        kind=SWITCH,
+        proof="tests/ascend/emulation/test_outcomes.py"
+        "::test_garbage_is_collected_in_captures_only_on_demand",
+    ),
+    Flag(
+        "enable-profile-cuda-graph",
+        "device.profiles_capture",
+        "log which operations the capture of graphs spends its time in (CUDA, NPU)",
+        kind=SWITCH,
+        proof="tests/ascend/emulation/test_outcomes.py::test_the_capture_of_graphs_is_profiled",
     ),
     Flag(
         "cpu-offload-gb",

@@ -4,6 +4,14 @@ from banyan.config.flags.flag import FLOAT, INT, SWITCH, Elsewhere, Flag
 
 FLAGS = (
     Flag(
+        "enable-single-batch-overlap",
+        "experts.overlaps",
+        "run shared experts on a second stream while rows travel to routed experts (CUDA, NPU)",
+        kind=SWITCH,
+        proof="tests/ascend/emulation/test_side_streams.py"
+        "::test_a_flag_gives_shared_experts_a_stream",
+    ),
+    Flag(
         "expert-distribution-recorder-mode",
         "experts.recorder",
         "what /start_expert_distribution_record records: stat and stat_approx = sums per expert, "

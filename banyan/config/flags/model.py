@@ -103,6 +103,14 @@ FLAGS = (
         proof="tests/system/test_hooks.py::test_a_hook_sees_and_changes_what_a_layer_makes",
     ),
     Flag(
+        "enable-layerwise-nvtx-marker",
+        "model.marks_layers",
+        "mark the forward pass of each layer for profilers: NVTX on CUDA, else ranges of torch's "
+        "profilers and of VTune; steps are eager",
+        kind=SWITCH,
+        proof="tests/system/test_hooks.py::test_each_layer_is_a_range_for_profilers",
+    ),
+    Flag(
         "debug-tensor-dump-output-folder",
         "model.dump_folder",
         "folder for safetensors files with every module's inputs and outputs, one file per forward "
@@ -138,6 +146,29 @@ FLAGS = (
         "read weight files into memory instead of mapping them",
         kind=SWITCH,
         proof="tests/system/test_flag_effects.py::test_functions_and_ways_to_read_reach_the_loader",
+    ),
+    Flag(
+        "model-loader-extra-config",
+        "model.loader_options",
+        "JSON: enable_multithread_load = read weight files with several threads, num_threads = how "
+        "many (8)",
+        kind=JSON,
+        proof="tests/config/test_loader_options.py::test_threads_read_the_weights_of_a_start",
+    ),
+    Flag(
+        "decrypted-config-file",
+        "model.config_file",
+        "file to read instead of the model's config.json, for checkpoints whose own is encrypted",
+        proof="tests/config/test_loader_options.py"
+        "::test_a_model_is_served_by_the_configuration_that_was_named",
+    ),
+    Flag(
+        "checkpoint-engine-wait-weights-before-ready",
+        "model.waits_for_weights",
+        "be ready only once weights have been sent, by POST /update_weights_from_disk and its "
+        "kin; usually with --load-format dummy",
+        kind=SWITCH,
+        proof="tests/system/test_weights.py::test_a_server_waits_for_the_weights_that_are_to_come",
     ),
     Flag(
         "delete-ckpt-after-loading",

@@ -13,6 +13,14 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_a_log_level_hides_what_is_less_severe",
     ),
     Flag(
+        "log-format",
+        "observe.whole_log_format",
+        "json = each line of the log is a JSON object, also from child processes and libraries",
+        choices=("text", "json"),
+        documented=False,
+        proof="tests/system/test_json_log.py::test_every_line_of_a_server_is_an_object",
+    ),
+    Flag(
         "log-requests",
         "observe.log_requests",
         "log one line when a request ends or is refused; --log-requests-level sets its content",
@@ -74,11 +82,27 @@ FLAGS = (
     Flag(
         "decode-log-interval",
         "observe.step_log_interval",
-        "decode steps between two log lines about load: requests, tokens/s, pages, cache hits; 0 = "
-        "none",
+        "decode steps between two log lines about load: requests, tokens/s, token usage; steps "
+        "that compute prompts have a line each; 0 = no lines",
         kind=INT,
         low=0,
         proof="tests/engine/test_step_log.py::test_so_many_steps_pass_between_two_lines",
+    ),
+    Flag(
+        "log-format",
+        "observe.step_log_format",
+        "form of the lines of --decode-log-interval: sglang, or plain = key=value pairs",
+        choices=("sglang", "plain"),
+        documented=False,
+        proof="tests/engine/test_step_log.py"
+        "::test_a_line_tells_the_load_and_the_speed_of_the_time_with_work",
+    ),
+    Flag(
+        "show-time-cost",
+        "observe.shows_costs",
+        "log with the lines of --decode-log-interval how long each part of a step takes",
+        kind=SWITCH,
+        proof="tests/engine/test_step_log.py::test_the_parts_of_a_step_are_shown_with_their_times",
     ),
     Flag(
         "enable-request-time-stats-logging",

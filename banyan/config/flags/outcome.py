@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
-from banyan.config.flags.flag import BELONGS, IDLE, Absent, Flag
+from banyan.config.flags.flag import BELONGS, IDLE, INT, Absent, Flag
 from banyan.config.flags.flag import REFUSED as ABSENT_REFUSED
 from banyan.config.flags.table import CONFIG_FILE, Known, find, known_flags, read_rows
+from banyan.config.schema import Config
 
 WORKS, NOTHING, MISSING, REFUSED = "works", "nothing to do", "missing", "refused"
 VERDICTS = (WORKS, NOTHING, MISSING, REFUSED)
@@ -74,6 +75,8 @@ class OutcomeRow:
 
 
 WORKING = Outcome(WORKS)
+_NUMBERS = (1, 2, 16, 128, 1 << 20)
+"""Tried for a flag as a whole."""
 DEFAULT = "this is the default"
 
 
@@ -86,15 +89,30 @@ def outcome_of(known: Known, value: object, device: str) -> Outcome:
     """
     if isinstance(known, Absent) and value is not None and known.asks_for_nothing(value):
         return Outcome(NOTHING, DEFAULT, "leave it out")
-    for row in outcome_rows().get(known.name, ()):
-        if device in row.devices and row.covers(value):
+    rows = [row for row in outcome_rows().get(known.name, ()) if device in row.devices]
+    for row in rows:
+        if row.covers(value):
             return row.outcome
     if isinstance(known, Flag):
-        return WORKING
+        return WORKING if value is not None else _of_any_value(known, rows)
     if isinstance(known, Absent):
         return Outcome(_ABSENT[known.outcome], known.why, known.use)
     successor = find(known.successor, abbreviate=False)
     return outcome_of(successor, known.value, device)
+
+
+def _of_any_value(flag: Flag, rows: Sequence[OutcomeRow]) -> Outcome:
+    """WORKING unless the rows cover every value but the default: ranks of a GPU other than one."""
+    if not rows:
+        return WORKING
+    part, _, name = flag.field.partition(".")
+    default = getattr(getattr(Config(), part), name)
+    values: list[object] = [each for each in flag.choices if each not in (default, "")]
+    if flag.kind == INT:
+        values = [n for n in _NUMBERS if flag.low <= n <= flag.high and n != default]
+    covering = [next((row for row in rows if row.covers(value)), None) for value in values]
+    found = [row for row in covering if row is not None]
+    return found[0].outcome if found and len(found) == len(values) else WORKING
 
 
 @cache

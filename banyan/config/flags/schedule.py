@@ -41,6 +41,14 @@ FLAGS = (
         proof="tests/scheduler/test_scheduler.py::test_a_prompt_is_taken_in_chunks_of_the_budget",
     ),
     Flag(
+        "enable-dynamic-chunking",
+        "schedule.shrinks_chunks",
+        "with --pipeline-parallel-size: later chunks of a prompt are smaller, so that all take the "
+        "same time",
+        kind=SWITCH,
+        proof="tests/scheduler/test_scheduler.py::test_later_chunks_take_as_long_as_the_first",
+    ),
+    Flag(
         "max-prefill-tokens",
         "schedule.prefill_tokens",
         "maximum prompt tokens per step over all requests when --chunked-prefill-size is larger or "

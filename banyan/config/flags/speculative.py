@@ -1,5 +1,6 @@
 """Speculative decoding flags: draft source and number of drafts."""
 
+from banyan.config.flags.device import ATTENTION
 from banyan.config.flags.flag import INT, SWITCH, Elsewhere, Flag
 from banyan.model_config.quantization import spellings
 
@@ -86,6 +87,20 @@ FLAGS = (
         "speculative.draft_revision",
         "branch, tag or commit of the draft model on the hub",
         proof="tests/model_config/test_draft_model.py::test_what_the_flags_say_of_the_draft_is_of_it_alone",
+    ),
+    Flag(
+        "speculative-draft-attention-backend",
+        "speculative.draft_attention",
+        "as --attention-backend, for the draft model; default: as the served model",
+        choices=ATTENTION,
+        proof="tests/config/test_execution.py::test_the_draft_model_has_its_own_attention",
+    ),
+    Flag(
+        "decrypted-draft-config-file",
+        "speculative.draft_config_file",
+        "file to read instead of the draft model's config.json",
+        proof="tests/model_config/test_draft_model.py"
+        "::test_a_draft_model_is_read_by_the_configuration_that_was_named",
     ),
     Flag(
         "speculative-draft-load-format",

@@ -14,6 +14,8 @@ log = logger(__name__)
 
 HOST = "host"
 """The name of the memory of the host as a store of pages of a device."""
+DYNAMIC = "dynamic"
+"""The store whose class the options name."""
 BY_NAME = ("page_first_kv_split", "page_first")
 """Layouts in which what all layers keep under one name lies together; each device has its word."""
 COPIED_APART = "direct"
@@ -146,7 +148,10 @@ def why_no_store(config: Config, model_config: ModelConfig) -> str:
     ranks lie in memory that the first one maps."""
     cache, parallel = config.cache, config.parallel
     for is_so, why in (
-        (bool(config.handoff.role), "pages come from one place at a time, here another server"),
+        (
+            config.handoff.mode == "decode" and not config.handoff.offloads,
+            "a decode server stores pages only with --disaggregation-decode-enable-offload-kvcache",
+        ),
         (parallel.nodes > 1, "one process carries the pages of all ranks, of one machine"),
         (parallel.cp > 1, "ranks that divide a prompt keep its pages to themselves"),
         (model_config.needs_whole_prompts, "a model that reads whole prompts shares no prefixes"),
@@ -170,6 +175,8 @@ def can_have_store(config: Config, model_config: ModelConfig) -> bool:
 def check_hicache(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     """A store keeps whole prefixes of one rank; features that are incompatible with it are
     refused by name."""
+    if config.handoff.offloads and config.handoff.mode == "decode":
+        config = _with_offload(config)
     cache, parallel = config.cache, config.parallel
     store_wishes(cache)
     if cache.store == HOST and not cache.host_tier:
@@ -201,6 +208,10 @@ def check_hicache(config: Config, model_config: ModelConfig, environment: Enviro
         return config
     if cache.store != HOST:
         flag = f"--hicache-storage-backend {cache.store}"
+    if config.handoff.mode == "decode" and not config.handoff.offloads:
+        raise ConfigError(
+            f"{flag}: {why_no_store(config, model_config)}", hint="give it, or leave the store out"
+        )
     if parallel.nodes > 1 or parallel.cp > 1:
         name = parallel.nodes_flag if parallel.nodes > 1 else f"--attn-cp-size {parallel.cp}"
         raise ConfigError(
@@ -219,6 +230,18 @@ def check_hicache(config: Config, model_config: ModelConfig, environment: Enviro
     return config
 
 
+def _with_offload(config: Config) -> Config:
+    """A decode server that writes its pages to a store."""
+    flag = "--disaggregation-decode-enable-offload-kvcache"
+    if not config.cache.store:
+        raise ConfigError(
+            f"{flag} needs --hicache-storage-backend",
+            hint="name the same store as on the prefill servers, which read the pages",
+        )
+    log.debug("set enable-hierarchical-cache=True because of %s", flag)
+    return replace(config, cache=replace(config.cache, hierarchical=True))
+
+
 def _with_host_tier(config: Config, model_config: ModelConfig, tier: HostTierFacts) -> Config:
     """With memory of the host for pages of a device."""
     cache, device = config.cache, config.device.name
@@ -235,9 +258,9 @@ def _with_host_tier(config: Config, model_config: ModelConfig, tier: HostTierFac
             )
     parallel, flag = config.parallel, "--enable-hierarchical-cache"
     if config.handoff.role:
-        why = why_no_store(config, model_config)
         raise ConfigError(
-            f"{flag} is not available on {device} with --disaggregation-mode: {why}",
+            f"{flag} is not available on {device} with --disaggregation-mode: pages go to one "
+            "place of the host's memory, here to another server",
             hint="leave it out; --dp-size starts independent replicas, each with a tier of its own",
         )
     if parallel.world > 1 and not tier.serves_ranks:

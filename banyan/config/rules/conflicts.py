@@ -381,7 +381,6 @@ CONFLICTS = (
         "serve such requests with one server",
     ),
     # Disaggregation and pipeline stages.
-    Conflict(disaggregation, storage, "pages come from one place at a time", _LEAVE_ONE),
     Conflict(pipeline, encoder, "encoders run in one stage", "use --tensor-parallel-size"),
 )
 """Checked from top to bottom; the first conflict is the one that is reported."""

@@ -6,7 +6,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.env import Environment
 from banyan.config.rules.conflicts import reason_for_one_step
-from banyan.config.schema import Config
+from banyan.config.schema import Config, DeviceConfig
 from banyan.model_config.model_config import ModelConfig
 
 log = logger(__name__)
@@ -50,13 +50,49 @@ def choose_multi_step(
     return replace(config, schedule=replace(config.schedule, multi_step=1))
 
 
+def _choose_phases(device: DeviceConfig) -> DeviceConfig:
+    """The two backends of phases become one, or the phase in which torch attends."""
+    prefill = device.prefill_attention or device.attention
+    decode = device.decode_attention or device.attention
+    uses_torch = [each == _TORCH_NATIVE for each in (prefill, decode)]
+    if "paged_attention" in device.kernels:
+        return device
+    if all(uses_torch):
+        return replace(device, attention=_TORCH_NATIVE)
+    if not any(uses_torch):
+        return device
+    phase = "prefill" if uses_torch[0] else "decode"
+    log.info("set disable-cuda-graph=True because torch attends in the phase %s", phase)
+    others = device.attention if device.attention != _TORCH_NATIVE else "auto"
+    return replace(device, attention=others, torch_phase=phase, is_eager=True)
+
+
 def choose_attention(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
-    device = config.device
+    device = _choose_phases(config.device)
+    config = replace(config, device=device)
+    if device.torch_phase and model_config.latent is not None:
+        log.warning(
+            "--%s-attention-backend has no effect: one kernel attends over the latent vectors that "
+            "this model caches",
+            device.torch_phase,
+        )
+        return replace(config, device=replace(device, torch_phase=""))
     if device.attention != _TORCH_NATIVE or "paged_attention" in device.kernels:
         return config
     kernels = {**device.kernels, "paged_attention": _TORCH_ATTENTION}
     log.info("set kernels=%s because --attention-backend %s", kernels, device.attention)
     return replace(config, device=replace(device, kernels=kernels))
+
+
+def with_draft_attention(config: Config) -> Config:
+    """The config by which the kernels of the draft model are chosen."""
+    device, wanted = config.device, config.speculative.draft_attention
+    if not wanted:
+        return config
+    kernels = {op: kernel for op, kernel in device.kernels.items() if kernel != _TORCH_ATTENTION}
+    if wanted == _TORCH_NATIVE:
+        kernels["paged_attention"] = _TORCH_ATTENTION
+    return replace(config, device=replace(device, kernels=kernels, torch_phase=""))
 
 
 def check_offload(config: Config, model_config: ModelConfig, environment: Environment) -> Config:

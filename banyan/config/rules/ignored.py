@@ -89,7 +89,11 @@ _RULES = (
         ),
         "requests have no bootstrap room without --disaggregation-mode; replicas take turns",
     ),
-    _Ignored("pp-async-batch-depth", lambda c: c.parallel.pp == 1, "there is one stage"),
+    _Ignored(
+        "pp-async-batch-depth enable-dynamic-chunking",
+        lambda c: c.parallel.pp == 1,
+        "there is one stage",
+    ),
     _Ignored(
         "pp-async-batch-depth",
         lambda c: c.parallel.pp > 1 and c.schedule.depth == 1,
@@ -116,9 +120,20 @@ _RULES = (
         "scales are for --kv-cache-dtype fp8_e4m3 and fp8_e5m2",
     ),
     _Ignored(
-        "disaggregation-transfer-backend disaggregation-bootstrap-port",
+        "disaggregation-transfer-backend disaggregation-bootstrap-port disaggregation-ib-device",
         lambda c: not c.handoff.role,
         "there is no disaggregation without --disaggregation-mode",
+    ),
+    _Ignored(
+        "disaggregation-decode-enable-fake-auto num-reserved-decode-tokens "
+        "disaggregation-decode-enable-offload-kvcache",
+        lambda c: c.handoff.mode != "decode",
+        "it is for --disaggregation-mode decode",
+    ),
+    _Ignored(
+        "show-time-cost log-format",
+        lambda c: not c.observe.step_log_interval,
+        "there are no such lines with --decode-log-interval 0",
     ),
     _Ignored(
         "disaggregation-bootstrap-port",

@@ -22,6 +22,10 @@ _GRAMMAR_PACKAGES = MappingProxyType(
 """Backend -> required package, in order of preference."""
 
 
+_MANY_READERS, _READERS = _LOADER_KEYS = ("enable_multithread_load", "num_threads")
+_DEFAULT_READERS, _MOST_READERS = 8, 64
+
+
 _DEMO_SAMPLING = MappingProxyType({"temperature": 0.2, "top_p": 0.9})
 
 
@@ -102,6 +106,34 @@ def choose_load_format(
     if config.model.load_format == "auto":
         return replace(config, model=replace(config.model, load_format=model_config.format))
     return config
+
+
+def choose_loader_threads(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
+    """Read --model-loader-extra-config; an unknown key is an error."""
+    given, flag = config.model.loader_options, "--model-loader-extra-config"
+    for key, value in given.items():
+        if key not in _LOADER_KEYS:
+            raise ConfigError(
+                f"{flag}: nothing reads {printable(str(key), 40)!r}",
+                hint=f"it takes {' and '.join(_LOADER_KEYS)}",
+            )
+        if key == _MANY_READERS and not isinstance(value, bool):
+            shown = printable(repr(value), 40)
+            raise ConfigError(f"{flag}: {key} must be true or false, got {shown}")
+    threads = given.get(_READERS, _DEFAULT_READERS)
+    if type(threads) is not int or not 1 <= threads <= _MOST_READERS:
+        raise ConfigError(
+            f"{flag}: {_READERS} must be a whole number in [1, {_MOST_READERS}], got "
+            f"{printable(repr(threads), 40)}"
+        )
+    if not given.get(_MANY_READERS, False):
+        return config
+    if config.model.load_format == "dummy":
+        log.info("%s has no effect: --load-format dummy reads no files", flag)
+        return config
+    return replace(config, model=replace(config.model, loader_threads=threads))
 
 
 def check_quantization(

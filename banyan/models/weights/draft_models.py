@@ -7,6 +7,7 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
+from banyan.base.torch_parts import complete_torch
 from banyan.families import FAMILIES
 from banyan.families.names import HUB_NAMES, NameMap
 from banyan.layers.build import Build
@@ -147,6 +148,7 @@ def restrict_head(
 
 
 def _generator() -> torch.Generator:
+    complete_torch()  # which random generators need
     return torch.Generator().manual_seed(1)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
+from banyan.base.torch_parts import complete_torch
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
 from banyan.families.nested import NESTED
@@ -500,6 +501,7 @@ def fill_dummy(
 ) -> None:
     """Fill with random weights of the checkpoint's shapes: norms around one, others small, ties
     kept."""
+    complete_torch()  # which random generators need
     generator = torch.Generator().manual_seed(seed)
 
     def random(shape: tuple[int, ...], mean: float) -> StoredWeight:

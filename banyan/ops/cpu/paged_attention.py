@@ -192,6 +192,18 @@ def _as_they_lie(pages: Tensor, is_turned: bool) -> tuple[Tensor, Tensor | None]
     return numbers.transpose(-1, -2) if is_turned else numbers, scales
 
 
+def plain_kv(k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
+    """The same pages in the reference's layout."""
+    return _plain(k_pages, is_turned=True), _plain(v_pages, is_turned=False)
+
+
+def _plain(pages: Tensor, is_turned: bool) -> Tensor:
+    numbers, scales = _as_they_lie(pages, is_turned)
+    numbers = numbers.transpose(1, 2)
+    whole = numbers if scales is None else torch.cat([numbers, scales.transpose(1, 2)], -1)
+    return whole.contiguous().view(pages.dtype)
+
+
 def parts_of_head(name: str, width: int, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     """Layout of one head's tokens in a page: (lines, bytes) of [lines, page_size, bytes].
 
@@ -247,12 +259,16 @@ write_kv = Kernel(
     supports=_supports, make=lambda library: PagedAttention(library).write_kv, pages=PAGES
 )
 paged_attention = Kernel(
-    supports=_supports, make=lambda library: PagedAttention(library).paged_attention, pages=PAGES
+    supports=_supports,
+    make=lambda library: PagedAttention(library).paged_attention,
+    pages=PAGES,
+    plain_pages=plain_kv,
 )
 rounded = Kernel(
     supports=_supports_rounded,
     make=lambda library: PagedAttention(library, rounds=True).paged_attention,
     rounds_activations=True,
     pages=PAGES,
+    plain_pages=plain_kv,
 )
 moved = Kernel(supports=_supports, run=move_kv, pages=PAGES)

@@ -14,7 +14,7 @@ KERNELS = {
     "write_kv": [f"{_HERE}.triton_attention:write_kv"],
     "paged_attention": [
         f"{_HERE}.triton_attention:paged_attention",
-        f"{_HERE}.torch_attention:paged_attention",
+        "banyan.ops.torch_attention:paged_attention",
     ],
     "write_latent": [f"{_HERE}.triton_latent:write_latent"],
     "latent_attention": [f"{_HERE}.triton_latent:latent_attention"],

@@ -52,7 +52,7 @@ async def check_generation(state: ServerState) -> None:
     Raises:
         RequestError: 503 with the reason.
     """
-    service = state.admit()
+    service = state.admit_with_weights()
 
     async def generate() -> None:
         try:

@@ -14,7 +14,7 @@ from banyan.base.errors import ConfigError, RequestError
 from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import logger, printable
 from banyan.config.devices import facts_of
-from banyan.config.rules.cache import store_wishes
+from banyan.config.rules.cache import DYNAMIC, store_wishes
 from banyan.config.schema import CacheConfig
 from banyan.engine_client.data_parallel import agreed
 from banyan.messages.control_ops import GRAPHS, MEMORY_TAGS, USUAL_TAGS
@@ -229,6 +229,12 @@ def _wished(cache: CacheConfig, asked: StoreRequest) -> CacheConfig:
             )
     if not asked.hicache_storage_backend:
         raise RequestError("A store must be named.", param="hicache_storage_backend")
+    if asked.hicache_storage_backend == DYNAMIC:
+        raise RequestError(
+            f"{DYNAMIC} runs code that the options name, so only the command line may ask for it.",
+            param="hicache_storage_backend",
+            hint=f"Start the server with --hicache-storage-backend {DYNAMIC}.",
+        )
     text = asked.hicache_storage_backend_extra_config_json or "{}"
     field = "hicache_storage_backend_extra_config_json"
     if len(text) > _MAX_CONFIG:

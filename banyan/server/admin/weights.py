@@ -63,6 +63,7 @@ async def update_weights_from_disk(exchange: HttpExchange, state: ServerState) -
         service.client, "update_weights", LOAD_S, state.paused, path=path, flush_cache=flush
     )
     if reply.ok:
+        state.awaits_weights = False
         _set_version(state, asked.weight_version)
         log.info("weights taken path=%s", printable(path))
     stats = service.client.stats

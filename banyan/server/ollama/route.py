@@ -40,7 +40,7 @@ _NOTHING: Json = {"role": "assistant", "content": ""}
 
 
 async def chat(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.admit()
+    service = state.admit_with_weights()
     report = reporter(exchange.context, FIELD_NAMES)
 
     def read(raw: Json) -> tuple[OllamaChatRequest, _Asked | None]:
@@ -54,7 +54,7 @@ async def chat(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def generate(exchange: HttpExchange, state: ServerState) -> None:
-    service = state.admit()
+    service = state.admit_with_weights()
     report = reporter(exchange.context, FIELD_NAMES)
 
     def read(raw: Json) -> tuple[GenerateRequest, _Asked | None]:
@@ -153,7 +153,7 @@ async def _answer(
 
 async def embed(exchange: HttpExchange, state: ServerState) -> None:
     started_ns = time.monotonic_ns()
-    service = state.admit()
+    service = state.admit_with_weights()
 
     def read(raw: Json) -> tuple[EmbedRequest, str, list[RequestSpec]]:
         request = _typed(raw, exchange.context)
@@ -187,7 +187,7 @@ async def embed(exchange: HttpExchange, state: ServerState) -> None:
 
 async def embed_prompt(exchange: HttpExchange, state: ServerState) -> None:
     """The form of before `input`: one text, one vector."""
-    service = state.admit()
+    service = state.admit_with_weights()
 
     def read(raw: Json) -> list[RequestSpec]:
         request = _typed(raw, exchange.context)

@@ -1,6 +1,8 @@
 """The outcomes of flags on an Ascend NPU hold for what a start does on the emulated one."""
 
+import gc
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.config.flags.outcome import MISSING, NOTHING, WORKING, outcome_of, outcome_rows
 from banyan.config.flags.table import find
+from banyan.platform.accelerator import Accelerator
+from banyan.platform.base import Graph
 from tests.ascend.emulation.test_offload import SHAPE
 from tests.ascend.emulation.test_ranks import answers, start
 from tests.models.families import tiny
@@ -27,6 +31,10 @@ STARTED = {
     "enable-memory-saver": {"enable_memory_saver": True},
     "speculative-ngram-min-bfs-breadth": NGRAM | {"speculative_ngram_min_bfs_breadth": 2},
     "attention-backend": {"attention_backend": "ascend"},
+    "attention-backend torch_native": {"attention_backend": "torch_native"},
+    "prefill-attention-backend": {"prefill_attention_backend": "torch_native"},
+    "decode-attention-backend": {"decode_attention_backend": "torch_native"},
+    "enable-layerwise-nvtx-marker": {"enable_layerwise_nvtx_marker": True},
     "cpu-offload-gb": {"cpu_offload_gb": 0.002},
     "offload-group-size": {"offload_group_size": 2, "offload_prefetch_step": 1},
     "cuda-graph-max-bs": {"cuda_graph_max_bs": 2},
@@ -93,3 +101,28 @@ def test_lines_about_ignored_flags_agree_with_what_the_start_does(
     assert not any("there are no device graphs" in line for line in lines)
     for name in switches:
         assert any(line.startswith(f"--{name} is accepted") for line in lines), name
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_garbage_is_collected_in_captures_only_on_demand(
+    npu, model: Path, collects: bool, monkeypatch
+) -> None:
+    seen, capture = list[bool](), Accelerator.capture
+
+    def watched(platform: Accelerator, work: Callable[[], None]) -> Graph:
+        seen.append(gc.isenabled())
+        return capture(platform, work)
+
+    monkeypatch.setattr(Accelerator, "capture", watched)
+    with start(model, **ALONE, enable_cudagraph_gc=collects) as engine:
+        assert answers(engine)
+    assert set(seen) == {collects} and gc.isenabled()
+
+
+def test_the_capture_of_graphs_is_profiled(
+    npu, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), start(model, **ALONE, enable_profile_cuda_graph=True):
+        pass
+    (line,) = [m for m in caplog.messages if m.startswith("profile of the capture of graphs")]
+    assert "aten::" in line and "CPU total" in line

@@ -23,6 +23,7 @@ from tests.support.emulated_ranks import (
     answers,
     start,
 )
+from tests.system.serving import free_port
 
 APART = JOINED | {"enable_dp_lm_head": True}
 DIVIDED = {"tp_size": 2, "attn_cp_size": 2}
@@ -50,6 +51,12 @@ LAYOUTS = {
     "cp of an indexer": ("deepseek v3.2", DIVIDED | {"cp_strategy": "interleave"}),
 }
 IN_TEST = "ep"
+
+
+def test_ranks_that_meet_at_a_port_answer(npu: EmulatedNpu, tmp_path) -> None:
+    tiny("qwen3", tmp_path, max_position_embeddings=256)
+    with start(tmp_path, tp_size=2, nccl_port=free_port()) as engine:
+        assert answers(engine)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,13 @@ def test_a_variable_gives_shared_experts_a_stream(npu, model, monkeypatch, strea
     assert set(streams) == {2} and npu.races() == []
 
 
+def test_a_flag_gives_shared_experts_a_stream(npu, model, streams) -> None:
+    wanted = said(model, **ALONE)
+    streams.clear()
+    assert said(model, **ALONE, enable_single_batch_overlap=True) == wanted
+    assert set(streams) == {2}
+
+
 def _no_wait(side: DeviceSideStream, mark: object) -> None:
     """In place of what waits behind the experts."""
 
