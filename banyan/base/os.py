@@ -4,12 +4,15 @@ Banyan needs Linux: eventfd, memfd, /proc and the parent-death signal.
 """
 
 import ctypes
+import errno
 import os
 import platform
 import signal
 import stat
 from contextlib import suppress
+from importlib.metadata import version
 from ipaddress import ip_address
+from typing import BinaryIO
 
 from banyan.base.errors import ConfigError
 
@@ -73,16 +76,26 @@ def anonymous_memory(name: str, size_bytes: int = 0, can_seal: bool = False) -> 
     return descriptor
 
 
+def open_regular(path: str) -> BinaryIO:
+    """Open a regular file for reading. A pipe or device is refused: it may have no end.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return open(handle, "rb")
+
+
 def read_whole(path: str, most_bytes: int) -> bytes:
-    """Read a small regular file. A pipe or device is refused: it may have no end.
+    """Read a small regular file.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or has more than `most_bytes`.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError("it is not a regular file")
+    with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(f"it has more than {most_bytes:,} bytes")
@@ -119,3 +132,14 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+_CUDA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
+"""Files of drivers whose devices torch calls CUDA: NVIDIA's, the one of WSL 2, Tegra's, AMD's."""
+
+
+def has_cuda_driver() -> bool:
+    """Whether torch may find a CUDA device here: a driver, and a torch that is not for CPUs only.
+    torch is not imported."""
+    is_there = any(os.path.exists(path) for path in _CUDA_DRIVERS)
+    return is_there and not version("torch").endswith("+cpu")

@@ -16,13 +16,13 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
-from pathlib import Path
 from zlib import crc32
 
 import msgspec
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger
+from banyan.base.os import open_regular
 from banyan.engine.core import CoreInput
 from banyan.engine.core_spec import CoreSpec
 from banyan.engine.flight_recorder_memory import HEAD
@@ -211,7 +211,8 @@ def read_journal(path: str) -> tuple[CoreSpec, Iterator[JournalRecord]]:
         ModelError: the file is not a journal, or a record does not decode (with its number).
     """
     try:
-        content = Path(path).read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
     except OSError as error:
         raise ModelError(f"{path!r} cannot be read: {error.strerror}") from None
     if not content.startswith(MAGIC):

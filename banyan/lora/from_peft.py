@@ -11,6 +11,7 @@ import msgspec
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
+from banyan.base.os import open_regular
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.lora.adapter_config import (
     CONFIG,
@@ -357,7 +358,7 @@ def _highest(ids: Iterable[object]) -> int:
 def _tokenizer(path: str) -> _Tokenizer:
     name = os.path.join(path, "tokenizer.json")
     try:
-        with open(name, "rb") as file:
+        with open_regular(name) as file:
             raw = file.read(_MAX_TOKENIZER_BYTES + 1)
         if len(raw) > _MAX_TOKENIZER_BYTES:
             raise ConfigError(f"{printable(name)!r} is larger than {_MAX_TOKENIZER_BYTES:,} bytes")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from banyan.base.errors import ModelError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
+from banyan.base.os import open_regular
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -130,7 +131,7 @@ def read_json(path: str, *, is_needed: bool, limit: int = MAX_CONFIG_BYTES) -> d
     """The object in a JSON file of at most `limit` bytes; {} when it is missing and not needed."""
     name = printable(path)
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             raw = file.read(limit + 1)
     except FileNotFoundError:
         if not is_needed:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from banyan.base.errors import ModelError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
+from banyan.base.os import open_regular
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.model_config import CLS, LAST, MEAN, ModelConfig, Pooling
 
@@ -89,11 +90,10 @@ def read_pooling(model_config: ModelConfig) -> Pooling:
 
 def _modules(path: str) -> list[tuple[str, str]]:
     """Class and folder of each module, in order."""
-    with open(path, "rb") as file:
-        raw = file.read(1 << 16)
     try:
-        listed: object = json.loads(raw)
-    except (ValueError, RecursionError):
+        with open_regular(path) as file:
+            listed: object = json.loads(file.read(1 << 16))
+    except (OSError, ValueError, RecursionError):
         listed = None
     parts = [CheckpointFields(e, path) for e in listed if is_object(e)] if is_list(listed) else []
     if not is_list(listed) or len(parts) != len(listed):

@@ -39,6 +39,7 @@ class RequestContext:
         is_strict: fields without effect are refused (--strict-requests).
         tenant: digest of the caller's key. It owns what the request creates, and is part of the
             prefix-cache namespace.
+        key_name: name of the caller's key in --api-key-file; "" = none.
         is_admin: may end the requests of others.
         deadline_s: monotonic time at which the request must have ended; None = no limit.
         media: the pictures of the request, once they are prepared.
@@ -49,6 +50,7 @@ class RequestContext:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     is_strict: bool = False
     tenant: bytes = b""
+    key_name: str = ""
     is_admin: bool = False
     deadline_s: float | None = None
     media: PreparedMedia = field(default_factory=PreparedMedia)
@@ -129,6 +131,7 @@ class RequestSpec:
         text: how tokens become text, and which text ends the request.
         hidden: which hidden states are wanted: ALL_HIDDEN, LAST_HIDDEN, or "" for none.
         route: API that created the request, for logs and metrics: "chat", "generate", "probe".
+        key_name: name of the caller's key, for logs and metrics.
     """
 
     message: Generate
@@ -136,6 +139,7 @@ class RequestSpec:
     text: TextOptions = field(default_factory=TextOptions)
     hidden: str = ""
     route: str = ""
+    key_name: str = ""
 
     @property
     def id(self) -> RequestId:
@@ -287,6 +291,7 @@ def build_specs(
                     ANY_REPLICA if room.prefill_replica is None else room.prefill_replica
                 ),
                 stream_interval=parsed.stream_interval,
+                key_name=context.key_name,
             )
             for j in range(prompt.num_sequences)
         ]
@@ -302,6 +307,7 @@ def spec_of(
     hidden: str = "",
     experts_from: int = NO_HIDDEN,
     route: str = "",
+    key_name: str = "",
     **fields: Any,
 ) -> RequestSpec:
     """A spec from checked values.
@@ -332,7 +338,7 @@ def spec_of(
         wants_experts=experts_from != NO_HIDDEN,
         **fields,
     )
-    return RequestSpec(message, prompt, text or TextOptions(), hidden, route)
+    return RequestSpec(message, prompt, text or TextOptions(), hidden, route, key_name)
 
 
 def _ids(fields: Fields, counts: list[int]) -> Iterator[RequestId]:

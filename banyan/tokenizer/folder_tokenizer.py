@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
+from banyan.base.os import open_regular
 from banyan.tokenizer.tokenizer import NAMED_TOKENS, Tokenizer, TokenizerFacts, build_backend
 
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -150,7 +151,7 @@ def _read_json(path: str) -> dict[str, object]:
 
 def _read_text(path: str, limit: int) -> str:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             raw = file.read(limit + 1)
         if len(raw) > limit:
             raise ModelError(

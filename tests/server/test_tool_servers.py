@@ -3,11 +3,14 @@ tools, and what a request may not do. Every body and event is checked against of
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Coroutine, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TypeVar
 
@@ -424,6 +427,91 @@ def test_a_server_that_is_not_there_or_not_an_address_stops_the_start() -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             asyncio.run(start_tool_servers(name))
+
+
+class Liar(ThreadingHTTPServer):
+    """A tool server that answers each request in one wrong way."""
+
+    daemon_threads = True
+
+    def __init__(self, way: str, elsewhere: str = "") -> None:
+        super().__init__(("127.0.0.1", 0), _LiarHandler)
+        self.way, self.elsewhere = way, elsewhere
+        self.num_asked = self.num_bytes = 0
+        self.ended = threading.Event()
+
+
+class _LiarHandler(BaseHTTPRequestHandler):
+    server: Liar
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test output clean."""
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        liar = self.server
+        liar.num_asked += 1
+        self.rfile.read(int(self.headers.get("content-length", "0")))
+        if liar.way == "hangs":
+            liar.ended.wait(30)
+            return
+        self.close_connection = True
+        self.send_response(307 if liar.elsewhere else 200)
+        if liar.elsewhere:
+            self.send_header("Location", liar.elsewhere)
+        kind = "text/event-stream" if "events" in liar.way else "application/json"
+        self.send_header("Content-Type", kind)
+        if "packed" in liar.way:
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            if liar.way.startswith("endless"):
+                self.wfile.write(b"data: " if "events" in liar.way else b'"')
+                while not liar.ended.is_set():
+                    self.wfile.write(b"x" * 65536)
+                    liar.num_bytes += 65536
+            self.wfile.write(gzip.compress(bytes(1 << 20)) if "packed" in liar.way else b"lies")
+
+
+@contextlib.contextmanager
+def lying(way: str, elsewhere: str = "") -> Iterator[Liar]:
+    with Liar(way, elsewhere) as liar:
+        thread = threading.Thread(target=liar.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield liar
+        finally:
+            liar.ended.set()
+            liar.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("path", ["mcp", "sse"])
+@pytest.mark.parametrize("way", ["hangs", "endless", "endless events", "packed", "says nothing"])
+def test_a_tool_server_that_hangs_or_lies_stops_the_start_in_time(
+    path: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mcp", reason="the package mcp is not installed")
+    monkeypatch.setattr("banyan.server.tool_servers.mcp_server.START_TIMEOUT_S", 2.0)
+    with lying(way) as liar:
+        with pytest.raises(ConfigError, match="cannot be used"):
+            asyncio.run(start_tool_servers(f"http://127.0.0.1:{liar.server_port}/{path}"))
+        assert liar.num_asked and liar.num_bytes < 32 << 20
+
+
+@pytest.mark.parametrize("path", ["mcp", "sse"])
+def test_a_tool_server_that_leads_elsewhere_is_not_followed(path: str) -> None:
+    pytest.importorskip("mcp", reason="the package mcp is not installed")
+    with (
+        lying("says nothing") as other,
+        lying("says nothing", f"http://127.0.0.1:{other.server_port}/{path}") as liar,
+    ):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            asyncio.run(start_tool_servers(f"http://127.0.0.1:{liar.server_port}/{path}"))
+        assert liar.num_asked and not other.num_asked
 
 
 def test_a_start_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

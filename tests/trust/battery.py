@@ -48,6 +48,14 @@ BATTERY = (
         is_background=True,
     ),
     Line(
+        "T9b",
+        "all routes through a router: two servers, three keys, aborts, engines that are killed",
+        "memory of each process < +1 MB/h after warm-up; 0 wrong, 0 lost, 0 of another key",
+        f"{TRUST}/soak_router.py",
+        "ROUTED_MINUTES=26",
+        limit_s=3600,
+    ),
+    Line(
         "T1",
         "20 % of requests disconnect, 5 % are aborted, 5 % reach their deadline",
         "0 leaked pages, slots, descriptors and tasks; the others answer as they do alone",
@@ -173,6 +181,19 @@ BATTERY = (
         f"{SYSTEM}/test_router.py tests/router",
     ),
     Line(
+        "T18b",
+        "servers behind a router with every status, interim answers, broken bodies, endless heads",
+        "each client gets its own answer or an error; refusals for load take no server out",
+        "tests/router/test_hostile_workers.py tests/router/test_answers.py "
+        "tests/router/test_parts.py",
+    ),
+    Line(
+        "T16b",
+        "callers of a router whose servers know it by one key",
+        "responses, prefixes and requests stay their caller's",
+        "tests/router/test_router_tenants.py tests/server/test_tenants.py",
+    ),
+    Line(
         "T19",
         "ten times as many requests as can be answered, for a minute",
         "goodput >= 90 % of the peak; each Retry-After right within a factor of 2",
@@ -184,6 +205,13 @@ BATTERY = (
         "two callers who send 10 : 1; the lowest priority during an overload of the highest",
         "served 1 : 1 while both wait; no wait above the bound",
         f"{TRUST}/shares.py tests/scheduler/test_fair_queue.py",
+    ),
+    Line(
+        "P13b",
+        "a caller who fills each bounded store, queue and pool; bodies that take long to read",
+        "no other caller is refused or waits for it",
+        "tests/server/test_fair_shares.py tests/base/test_fair_share.py "
+        "tests/server/test_large_json.py",
     ),
     Line(
         "T20",
@@ -221,6 +249,18 @@ BATTERY = (
         "no page used twice, none lost, no request forgotten",
         "tests/border --border-steps=60000 --real-border-steps=20000",
     ),
+    Line(
+        "T26",
+        "a mirror of the model hub that lies in each field, or never ends",
+        "nothing is written outside the cache; answers are bounded; wrong bytes are not used",
+        "tests/hub/test_hostile_hub.py tests/hub/test_downloads.py",
+    ),
+    Line(
+        "T27",
+        "requests of common agents; Codex, Claude Code and the AI SDK themselves",
+        "each conversation comes to its end",
+        "tests/server/agents tests/clients/test_agents.py",
+    ),
 )
 
 LEFT_OUT = {
@@ -230,6 +270,7 @@ LEFT_OUT = {
     "T8": "half a million frames for each decoder and 20,000 raw requests, of a million and "
     "100,000 wanted. FRAMES and RAW set the numbers.",
     "T9": "one hour, not two. SOAK_MINUTES sets the time.",
+    "T9b": "26 minutes, not two hours. ROUTED_MINUTES sets the time.",
     "T14, T15, T25": "2,000 outputs of each parser, 40 schemas and 60,000 steps. `make "
     "test-parsers`, `make test-schemas` and `make test-border` try 10,000, 500 and 1,000,000.",
     "T16": "timing differences between callers are not measured. Callers share no cache entries, "

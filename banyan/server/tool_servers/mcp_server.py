@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
+import httpx2
 import mcp
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
@@ -32,6 +33,8 @@ log = logger(__name__)
 CALL_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 10.0
 _MAX_PAGES = 32
+MAX_ANSWER_BYTES = 4 << 20
+"""Of an answer in one piece; the package bounds the events of a stream."""
 _BAD_GATEWAY, _GATEWAY_TIMEOUT = 502, 504
 _INTERNAL_ERROR = -32603
 """JSON-RPC: the response cannot be used."""
@@ -111,13 +114,63 @@ async def open_server(urls: Sequence[str]) -> McpServer:
     )
 
 
+class _BoundedStream(httpx2.AsyncByteStream):
+    """The bytes of an answer; an error when there are more than a tool server may send."""
+
+    def __init__(self, source: httpx2.AsyncByteStream) -> None:
+        self._source = source
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for piece in self._source:
+            size += len(piece)
+            if size > MAX_ANSWER_BYTES:
+                raise httpx2.ReadError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._source.aclose()
+
+
+class _BoundedTransport(httpx2.AsyncHTTPTransport):
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        request.headers["accept-encoding"] = "identity"
+        response = await super().handle_async_request(request)
+        kind = response.headers.get("content-type", "")
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise httpx2.ReadError("a compressed answer, which was not asked for")
+        if not kind.startswith("text/event-stream"):
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _BoundedStream(response.stream)
+        return response
+
+
+def _http_client(
+    headers: dict[str, str] | None = None,
+    timeout: httpx2.Timeout | None = None,
+    auth: httpx2.Auth | None = None,
+) -> httpx2.AsyncClient:
+    """A client that reads a bounded answer. The package follows redirects of one origin only."""
+    return httpx2.AsyncClient(
+        transport=_BoundedTransport(),
+        headers=headers,
+        timeout=timeout or httpx2.Timeout(CALL_TIMEOUT_S, read=5 * CALL_TIMEOUT_S),
+        auth=auth,
+    )
+
+
 @asynccontextmanager
 async def _connected(url: str) -> AsyncIterator[mcp.Client]:
     is_sse = urlsplit(url).path.rstrip("/").endswith("/sse")
-    transport = sse_client(url) if is_sse else streamable_http_client(url)
     me = Implementation(name="banyan", version="1")
-    async with mcp.Client(transport, client_info=me, cache=None) as client:
-        yield client
+    async with _http_client() as http:
+        transport = (
+            sse_client(url, httpx_client_factory=_http_client)
+            if is_sse
+            else streamable_http_client(url, http_client=http)
+        )
+        async with mcp.Client(transport, client_info=me, cache=None) as client:
+            yield client
 
 
 async def _tools(client: mcp.Client) -> list[ServerTool]:
