@@ -1,5 +1,5 @@
 # make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | soak | bench
-#      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | docs | clean | wheel | test-wheel
+#      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | docs | clean | wheel | test-wheel | test-chart | newcomer
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -21,7 +21,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed .clients/agents/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
-.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust soak bench bench-fidelity bench-cpu bench-pairs lint format types docs clean wheel test-wheel
+.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust soak bench bench-fidelity bench-cpu bench-pairs lint format types docs clean wheel test-wheel test-chart newcomer
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -63,6 +63,10 @@ test-rank-faults: $(VENV)/.test
 test-pair-faults: $(VENV)/.test $(if $(BY),.transfer/$(BY:ascend=memfabric)/.installed)
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@PAIR_FAULTS=$(or $(COUNT),1) $(if $(BY),PAIR_TRANSFER=$(BY) PYTHONPATH=.transfer/$(BY:ascend=memfabric)) $(BIN)/python -m pytest -s tests/system/test_pair_faults.py $(ARGS)
+
+# The Helm chart with Helm's own library (80 MB, in .helm).
+test-chart: $(VENV)/.test .helm/.installed
+	@PYTHONPATH=.helm $(BIN)/python -m pytest tests/deploy $(ARGS)
 
 # Fifty adapters that come and go under 10,000 requests while ranks are killed; some minutes.
 test-lora: $(VENV)/.test
@@ -207,6 +211,10 @@ wheel: $(VENV)/.installed
 	$(PIP) wheel ./build/wheel --no-deps -w dist --config-settings=--build-option=--plat-name=$$tag
 	@rm -rf build/wheel && du -h dist/banyan_serve-*.whl
 
+# README word by word in an empty clone with an empty home, with the time of each phase; ten minutes.
+newcomer: $(VENV)/.test $(VENV)/.demo
+	@$(BIN)/python -m tests.newcomer $(ARGS)
+
 # The wheel in an environment of its own (700 MB), where no compiler is; it must serve the demo.
 test-wheel: wheel $(VENV)/.test $(VENV)/.demo
 	@rm -rf .wheel && $(BIN)/python -m venv .wheel
@@ -228,7 +236,7 @@ types: $(VENV)/.dev $(VENV)/.test
 	@$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .cuda .trust .transfer .wheel .ruff_cache .pytest_cache .hypothesis result.jsonl peers.json
+	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .cuda .trust .transfer .wheel .helm .ruff_cache .pytest_cache .hypothesis result.jsonl peers.json
 	find banyan benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo "Compiled kernels and downloaded models are kept in ~/.cache: rm -r ~/.cache/banyan"
 
@@ -250,14 +258,14 @@ $(BIN)/python:
 
 # The CPU index carries a torch without CUDA libraries (about 200 MB instead of 3 GB).
 $(VENV)/.torch: | $(BIN)/python
-	@echo "Installing $(TORCH) (about 200 MB)"
+	@echo "Installing $(TORCH) (200 MB to fetch, 1.2 GB on disk)"
 	@index=; if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_INDEX)/", timeout=5)' 2>/dev/null; then \
 	  index="--index-url $(TORCH_INDEX)"; fi; \
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP:-q=) install $$index $(TORCH)
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	@echo "Installing banyan"
+	@echo "Installing Banyan and what it needs (30 packages, 40 MB; half a minute or more, without further lines)"
 	@$(PIP) install -e .
 	@for c in g++ clang++ c++; do \
 	  if command -v $$c >/dev/null 2>&1; then found=$$c; break; fi; \
@@ -320,6 +328,10 @@ $(VENV)/.dev: $(VENV)/.installed
 .transfer/%/.installed: | $(VENV)/.installed
 	@echo "Installing $* into $(@D)"
 	@$(PIP) install --target $(@D) $(PACKAGES)
+	@touch $@
+
+.helm/.installed: $(VENV)/.installed
+	@$(PIP) install --target .helm helm-python-sdk
 	@touch $@
 
 .cuda/.installed: $(VENV)/.installed

@@ -129,7 +129,7 @@ MAX_FILE_LINES, MAX_STATEMENTS, MAX_PUBLIC_METHODS, MAX_ARGUMENTS = 800, 60, 12,
 MORE_PUBLIC_METHODS = {
     "Ops": 25, "Operators": 22, "Engine": 18, "Library": 18, "Launch": 18, "Group": 16,
     "EngineClient": 16, "ModelRunner": 16, "Rows": 15, "EngineCore": 15, "DataParallelClient": 15,
-    "StoreTier": 15, "StreamingText": 14, "ResponseAnswer": 14, "KVCache": 13, "KVStore": 13,
+    "StoreTier": 15, "StreamingText": 14, "KVCache": 13, "KVStore": 13,
     "RequestTable": 13,
 }  # fmt: skip
 """Classes above the limit, each with its number: none grows, and none joins."""

@@ -10,6 +10,7 @@ import platform
 import signal
 import stat
 from contextlib import suppress
+from importlib.metadata import version
 from ipaddress import ip_address
 from typing import BinaryIO
 
@@ -131,3 +132,14 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+_CUDA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
+"""Files of drivers whose devices torch calls CUDA: NVIDIA's, the one of WSL 2, Tegra's, AMD's."""
+
+
+def has_cuda_driver() -> bool:
+    """Whether torch may find a CUDA device here: a driver, and a torch that is not for CPUs only.
+    torch is not imported."""
+    is_there = any(os.path.exists(path) for path in _CUDA_DRIVERS)
+    return is_there and not version("torch").endswith("+cpu")

@@ -53,12 +53,14 @@ class Asking:
 
     Attributes:
         settings: fields of every request ("temperature", "max_tokens" …).
+        cacert: file of the certificates that are trusted; "" = the system's.
     """
 
     model: str
     settings: dict[str, object]
     concurrency: int
     timeout_s: float
+    cacert: str = ""
 
 
 def own_questions() -> list[Question]:
@@ -99,7 +101,8 @@ async def ask_all(
     Raises:
         BanyanError: the server does not answer, or refuses.
     """
-    server, gate, done = HttpClient(url), asyncio.Semaphore(asking.concurrency), 0
+    server = HttpClient(url, cacert=asking.cacert)
+    gate, done = asyncio.Semaphore(asking.concurrency), 0
 
     async def ask(question: Question) -> str:
         nonlocal done

@@ -15,6 +15,7 @@ from typing import cast
 import httptools
 
 from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.log import printable
 
 
 class ExchangeError(BanyanError):
@@ -39,6 +40,19 @@ class HttpResponse:
         return b"".join(piece for _, piece in self.pieces)
 
 
+def trust(cacert: str) -> ssl.SSLContext:
+    """TLS that trusts the certificates in a PEM file (--cacert); "" = those of the system.
+
+    Raises:
+        ConfigError: the file is missing or holds no certificate.
+    """
+    try:
+        return ssl.create_default_context(cafile=cacert or None)
+    except OSError as error:  # ssl.SSLError is one
+        why = error.strerror or "it holds no certificate"
+        raise ConfigError(f"--cacert {printable(cacert)}: {why}") from None
+
+
 class HttpClient:
     """Sends requests to one server over reused connections.
 
@@ -46,10 +60,18 @@ class HttpClient:
         url: http(s)://host:port with an optional path in front of every route.
         headers: sent with every request.
         keep_alive: reuse a connection after a complete response.
+        cacert: file of the certificates that are trusted; "" = the system's.
+
+    Raises:
+        ConfigError: no such address, or no such file.
     """
 
     def __init__(
-        self, url: str, headers: Mapping[str, str] | None = None, keep_alive: bool = True
+        self,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        keep_alive: bool = True,
+        cacert: str = "",
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -57,7 +79,7 @@ class HttpClient:
         self.url = url.rstrip("/")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = trust(cacert) if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/")
         lines = {
             "host": parts.netloc,

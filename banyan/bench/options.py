@@ -15,6 +15,8 @@ from banyan.base.errors import ConfigError
 
 K = TypeVar("K")
 
+CACERT = "PEM file of the certificate authority of an https server; default: the system's"
+
 _REFUSED = {
     "profile": "profiles are the server's own; see its /start_profile",
     "plot-throughput": "use --plot FILE.png",
@@ -113,6 +115,7 @@ class ServingOptions(DataOptions):
     tag: str = option("", "named in the results")
     header: tuple[str, ...] = option((), "NAME=VALUE, sent with every request")
     api_key: str = option("", "sent as a bearer token (or BANYAN_API_KEY)")
+    cacert: str = option("", CACERT)
     disable_keep_alive: bool = option(False, "a new connection for every request")
     request_timeout_s: float = option(21600.0, "a request that takes longer has failed")
 
@@ -145,6 +148,7 @@ class EvalOptions:
     """`banyan bench eval`, in addition to the server's flags."""
 
     url: str = option("", "a server that runs already; otherwise one is started")
+    cacert: str = option("", CACERT)
     against_url: str = option("", "a second server to compare with")
     against: str = option("", 'flags of a second server that is started: "--cpu-activations fp32"')
     model_name: str = option("default", "model named in the requests")

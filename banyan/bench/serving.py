@@ -163,7 +163,8 @@ async def run_serving(
     due_s = _due_times(options, prompts)
     port = options.port or default_port
     url = options.base_url or f"http://{options.host}:{port}"
-    server = HttpClient(url, _headers(options), keep_alive=not options.disable_keep_alive)
+    keep_alive = not options.disable_keep_alive
+    server = HttpClient(url, _headers(options), keep_alive, options.cacert)
     try:
         model = await _ready_model(server, options, say)
         request_options = _wish(options, dialect, model)

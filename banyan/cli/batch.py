@@ -48,7 +48,9 @@ def batch(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if len(argv) < 2 or argv[0].startswith("-") or argv[1].startswith("-"):
-        raise ConfigError("banyan batch needs two files", hint="banyan batch IN.jsonl OUT.jsonl")
+        raise ConfigError(
+            "banyan batch needs two files", hint="write: banyan batch IN.jsonl OUT.jsonl"
+        )
     source, out = Path(argv[0]), Path(argv[1])
     lines = _lines(source)
     if out.exists() and out.samefile(source):

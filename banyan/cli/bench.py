@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
     """Run one benchmark; returns the exit code."""
     words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP)
-        return 0
+        print(HELP, file=sys.stdout if words else sys.stderr)
+        return 0 if words else ConfigError.exit_code
     if words[0] not in KINDS:
         raise ConfigError(
             f"unknown benchmark {words[0]!r}", hint=f"choose one of: {', '.join(KINDS)}"
@@ -111,7 +111,9 @@ def evaluate(argv: Sequence[str]) -> int:
     settings: dict[str, object] = {"max_tokens": options.output_len, "seed": options.seed}
     if options.temperature >= 0:
         settings["temperature"] = options.temperature
-    asking = Asking(options.model_name, settings, options.max_concurrency, options.timeout_s)
+    asking = Asking(
+        options.model_name, settings, options.max_concurrency, options.timeout_s, options.cacert
+    )
     sources: list[tuple[str, list[str]]] = [(options.url, rest)]
     if options.against or options.against_url:
         sources.append((options.against_url, [*rest, *shlex.split(options.against)]))

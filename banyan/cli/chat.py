@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from banyan.base.errors import BanyanError, ConfigError, ModelError
+from banyan.bench.options import CACERT
 from banyan.cli.client import Client, Refused, private_server
 from banyan.config.env import read_environment
 from banyan.config.schema import DEMO, DEMO_LINE
@@ -115,7 +116,7 @@ def chat(argv: Sequence[str]) -> int:
     if options.url:
         if rest:
             raise ConfigError(f"{rest[0]} goes to a server, but --url names one that runs already")
-        return talk(Client(options.url, key), settings, options.system)
+        return talk(Client(options.url, key, options.cacert), settings, options.system)
     terminal = Terminal()
     terminal.say("starting a server …")
     with private_server(rest) as client:
@@ -273,6 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--url", default="", help="a server that runs already: http://host:port")
     parser.add_argument("--api-key", default="", help="its key (or BANYAN_API_KEY)")
+    parser.add_argument("--cacert", default="", help=CACERT)
     parser.add_argument("--model-name", default="", help="model to ask for; default: its first")
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument("--max-tokens", type=int, help="longest answer in tokens")
@@ -294,7 +296,7 @@ def run(argv: Sequence[str]) -> int:
     if known is not None and known.kind == "embedding":
         raise ModelError(
             f"{known.name} makes vectors of texts and answers nothing",
-            hint=f"banyan serve {known.name}, then POST /v1/embeddings",
+            hint=f"run banyan serve {known.name}, then POST /v1/embeddings",
         )
     prompt = words.pop(0) if words and not words[0].startswith("-") else ""
     if not prompt and sys.stdin.isatty():

@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import socket
+import ssl
 import time
 import urllib.parse
 from collections.abc import Generator, Iterator, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from banyan.base.child_process import Child, read_process_spec, spawn, watch_parent
 from banyan.base.errors import BanyanError, ConfigError, DeviceError
+from banyan.bench.options import CACERT
 from banyan.config.env import read_environment
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -69,14 +71,19 @@ class Client:
     Args:
         url: http://host:port, with an optional path in front of /v1.
         api_key: sent as a bearer token; "" for none.
+        cacert: file of the certificates that are trusted; "" = the system's.
+
+    Raises:
+        ConfigError: no such address, or no such file.
     """
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", cacert: str = "") -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {url!r} is not http://host:port")
         self.url = url
         self._parts = parts
+        self._tls = _trust(cacert) if parts.scheme == "https" else None
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -149,7 +156,10 @@ class Client:
             connection.close()
 
     def _silence(self, error: Exception) -> BanyanError:
-        return BanyanError(f"{self.url} does not answer: {error}", hint="is the server running?")
+        hint = "is the server running?"
+        if isinstance(error, ssl.SSLCertVerificationError):
+            hint = "give the certificate of its authority: --cacert FILE.pem"
+        return BanyanError(f"{self.url} does not answer: {error}", hint=hint)
 
     def answer(self, body: dict[str, object]) -> Generator[AnswerPiece, None, None]:
         """The answer to one chat-completion request, as it comes.
@@ -175,13 +185,20 @@ class Client:
             connection.close()
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
-        secure = self._parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        assert self._parts.hostname is not None
-        return kind(self._parts.hostname, self._parts.port, timeout=timeout_s)
+        host, port = self._parts.hostname, self._parts.port
+        assert host is not None
+        if self._tls is None:
+            return http.client.HTTPConnection(host, port, timeout=timeout_s)
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
 
     def _path(self, route: str) -> str:
         return self._parts.path.rstrip("/").removesuffix("/v1") + route
+
+
+def _trust(cacert: str) -> ssl.SSLContext:
+    from banyan.bench.http import trust
+
+    return trust(cacert)
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[AnswerPiece]:
@@ -257,7 +274,8 @@ def profile(argv: Sequence[str]) -> int:
     if not 0 < options.seconds <= _HOUR_S:
         raise ConfigError(f"--seconds must be in (0, {_HOUR_S:g}], got {options.seconds:g}")
     given = options.api_key or read_environment().flags.get("admin-api-key", "")
-    client = Client(options.url, given or read_environment().flags.get("api-key", ""))
+    key = given or read_environment().flags.get("api-key", "")
+    client = Client(options.url, key, options.cacert)
     folder = {"output_dir": options.output_dir} if options.output_dir else {}
     print(client.post("/start_profile", folder).strip(), flush=True)
     try:
@@ -277,6 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=5.0, help="how long (default: 5)")
     parser.add_argument("--output-dir", default="", help="folder on the server's machine")
     parser.add_argument("--api-key", default="", help="default: $BANYAN_ADMIN_API_KEY")
+    parser.add_argument("--cacert", default="", help=CACERT)
     return parser
 
 

@@ -34,11 +34,13 @@ class InspectOptions:
 
 
 def lora(argv: Sequence[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv:
+        raise ConfigError("banyan lora needs a command", hint="write: banyan lora inspect PATH")
+    if argv[0] in ("-h", "--help"):
         return _inspect(["--help"])
     if argv[0] != "inspect":
         raise ConfigError(
-            f"banyan lora has no {printable(argv[0], 60)!r}", hint="write banyan lora inspect PATH"
+            f"banyan lora has no {printable(argv[0], 60)!r}", hint="write: banyan lora inspect PATH"
         )
     return _inspect(argv[1:])
 

@@ -1,10 +1,12 @@
 """The `banyan` command: finds the verb and shows errors in one line; verbs do the heavy imports."""
 
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.log import printable
 from banyan.base.table import Table
 
 VERBS: Table[Callable[[Sequence[str]], int]] = Table(
@@ -36,6 +38,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "recipe": "banyan.cli.check:recipe",
         "npu-selfcheck": "banyan.ascend.selfcheck:npu_selfcheck",
         "doctor": "banyan.cli.doctor:doctor",
+        "completion": "banyan.cli.completion:completion",
         "version": "banyan.cli.doctor:version",
     },
 )
@@ -51,7 +54,7 @@ HELP = """banyan VERB [flags]
   list            the models on this machine
   rm MODEL        delete one of them
   batch IN OUT    answer a file of requests (JSONL) without a server
-  bench WHAT      measure a server or this machine's engine: serving, batch, throughput
+  bench WHAT      measure a server or this machine's engine: serving, batch, throughput, eval
   plan MODEL      what it takes of this machine, and how much fits, before it is loaded
   lora inspect P  what an adapter brings, and whether it fits a model
   quantize IN OUT make a model of 4 or 8 bits from one of float weights
@@ -67,6 +70,7 @@ HELP = """banyan VERB [flags]
   recipe MODEL    variables and commands for each of several Ascend NPU machines
   npu-selfcheck   run the operators of an Ascend NPU and compare with plain torch
   doctor          show what this machine offers and what is missing
+  completion SH   a script for bash, zsh or fish that completes verbs, flags and models
   version         the version; --json for more
 
 banyan VERB --help shows the flags of a verb."""
@@ -97,5 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _verb(word: str) -> str:
     if word not in VERBS:
-        raise ConfigError(f"unknown verb {word!r}", hint=f"choose one of: {', '.join(VERBS)}")
+        near = difflib.get_close_matches(word[:40], VERBS, n=1, cutoff=0.6)
+        hint = f"did you mean banyan {near[0]}?" if near else "see banyan --help"
+        raise ConfigError(f"unknown verb {printable(word, 60)!r}", hint=hint)
     return word

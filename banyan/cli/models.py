@@ -51,7 +51,7 @@ def models(argv: Sequence[str]) -> int:
 
     here = _names_here(_cache(LoadConfig(), read_environment()))
     memory = open_platform("auto").memory()
-    head = ("NAME", "KIND", "SIZE", "MEMORY", "FITS", "SERVED", "HERE", "LICENCE", "SOURCE")
+    head = ("NAME", "KIND", "SIZE", "MEMORY", "FITS", "HERE", "LICENCE", "SOURCE")
     rows = [_row(entry, memory.free_bytes, memory.total_bytes, here) for entry in entries()]
     for line in _table([head, *rows]):
         print(line)
@@ -75,7 +75,6 @@ def _row(entry: CatalogueEntry, free: int, total: int, here: set[str]) -> tuple[
         megabytes(entry.size_bytes),
         megabytes(needed),
         fits,
-        "yes" if entry.is_served else "no",
         "yes" if entry.name in here else "",
         entry.licence + (", gated" if entry.is_gated else ""),
         entry.source,

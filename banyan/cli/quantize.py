@@ -39,6 +39,10 @@ _PROMPT_LEN = 256
 _TOP = 256
 """Most likely tokens per position, the engine's maximum."""
 _CACHE_TOKENS = 4096
+_SMALL_GROWTH, _LARGE_GROWTH = 0.02, 0.1
+"""Growth of the perplexity up to which a loss is small, or visible; above it is large."""
+_SAME_MOSTLY, _SAME_OFTEN = 0.95, 0.85
+"""Shares of positions with the same likeliest token, for the same two."""
 _DRAWN = 400
 """Length of the synthetic prompt for a model without a tokenizer."""
 
@@ -308,7 +312,21 @@ def _reported(model_config: ModelConfig, target: Path) -> str:
     return (
         f"fidelity   {found.num_tokens} tokens: KL {found.mean:.4f} in the mean, "
         f"{found.worst:.3f} at worst; the same likeliest token at {found.same_top:.1%}; "
-        f"perplexity {found.reference_perplexity:.2f} -> {found.perplexity:.2f}"
+        f"perplexity {found.reference_perplexity:.2f} -> {found.perplexity:.2f}\n"
+        f"verdict    {verdict_on(found)}"
+    )
+
+
+def verdict_on(found: "Divergence") -> str:
+    """What the figures mean, and what to do."""
+    growth = found.perplexity / found.reference_perplexity - 1
+    if growth <= _SMALL_GROWTH and found.same_top >= _SAME_MOSTLY:
+        return "close to the source"
+    if growth <= _LARGE_GROWTH and found.same_top >= _SAME_OFTEN:
+        return "a visible loss: compare answers with banyan bench eval --against"
+    return (
+        "a large loss: take a type of more bits (w8a16, int8, q6_k, q8_0), a smaller --group-size, "
+        "or a source that is not quantised yet"
     )
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from banyan.base.errors import BanyanError, ConfigError, ModelError
+from banyan.bench.options import CACERT
 from banyan.cli.client import Client
 from banyan.config.env import read_environment
 from banyan.engine.journal import JournalRecord, Received, read_journal
@@ -51,12 +52,13 @@ def replay(argv: Sequence[str]) -> int:
         "--serve", metavar="URL", help="send the requests to this server, as they came"
     )
     parser.add_argument("--api-key", default="", help="for --serve; default: $BANYAN_API_KEY")
+    parser.add_argument("--cacert", default="", help=f"for --serve: {CACERT}")
     options, served = parser.parse_known_args(list(argv))
     if options.serve:
         if served:
             parser.error(f"with --serve there is no {served[0]}")
         key = options.api_key or read_environment().flags.get("api-key", "")
-        resent = resend(options.file, Client(options.serve, key))
+        resent = resend(options.file, Client(options.serve, key, options.cacert))
         print(resent)
         return 0 if resent.answered == resent.sent else 1
     from banyan.sim.replay import check
@@ -189,8 +191,8 @@ def to_send(records: list[JournalRecord], left_out: Counter[str]) -> Iterator[Se
 def _objection(asked: Generate) -> str:
     if asked.grammar and Constraint.decode(asked.grammar).after:
         return "its constraint begins after the thinking, which /generate has no words for"
-    if asked.embeds:
-        return "its prompt is embeddings"
+    if asked.spans:
+        return "its prompt has contents, which a recording leaves out"
     if asked.pool:
         return "it asks for a vector"
     if asked.transfer_id:
@@ -255,6 +257,7 @@ def _explained(verb: str, about: str, argv: Sequence[str]) -> "Explanation":
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the server")
     parser.add_argument("--dp-rank", type=int, default=0, help="which replica had it (default: 0)")
     parser.add_argument("--api-key", default="", help="default: $BANYAN_ADMIN_API_KEY")
+    parser.add_argument("--cacert", default="", help=CACERT)
     options = parser.parse_args(list(argv))
     from banyan.sim.explain import explain
 
@@ -262,7 +265,8 @@ def _explained(verb: str, about: str, argv: Sequence[str]) -> "Explanation":
         return explain(options.file, options.request)
     flags = read_environment().flags
     key = options.api_key or flags.get("admin-api-key", "") or flags.get("api-key", "")
-    content = Client(options.url, key).download(f"/flight_recorder?dp_rank={options.dp_rank}")
+    client = Client(options.url, key, options.cacert)
+    content = client.download(f"/flight_recorder?dp_rank={options.dp_rank}")
     with tempfile.TemporaryDirectory(prefix="banyan-explain-") as folder:
         path = Path(folder) / "recording"  # nobody else reads what lies in such a folder
         path.write_bytes(content)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from banyan.base.child_process import Child, spawn
-from banyan.base.log import log_always, logger, start_logging
+from banyan.base.log import log_always, logger, start_logging, wrap_standard_error
 from banyan.base.os import check_system
 from banyan.cli.client import free_port
 from banyan.config.cli import parse
@@ -63,7 +63,9 @@ def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
 
     config = read_flags(argv, environment.flags, check_servers, defaults)
     config = replace(config, secret=environment.dist_secret)
-    start_logging("router", config.observe.log_level)
+    if config.observe.logs_json:
+        wrap_standard_error()
+    start_logging("router", config.observe.log_level, config.observe.logs_json)
     log_always(log, config.observe.notes)
     from banyan.router.lifecycle import run_router
 
@@ -90,6 +92,7 @@ def _servers(config: RouterConfig) -> Generator[tuple[list[WorkerSpec], list[Chi
         "--admin-api-key": server.admin_api_key,
     }
     shared = [word for flag, key in keys.items() if key for word in (flag, key)]
+    shared += ["--log-format", config.observe.whole_log_format]
     try:
         for number in range(config.pool.count if config.pool.start else 0):
             port = free_port()

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from banyan.base.log import log_always, logger, printable, start_logging
+from banyan.base.log import log_always, logger, printable, start_logging, wrap_standard_error
 from banyan.base.memory import report_slow_gc, set_gc_threshold
 from banyan.base.os import check_system
 from banyan.config.cli import help_text, parse
@@ -47,7 +47,9 @@ def serve(argv: Sequence[str]) -> int:
     environment = read_environment()
     forget_secrets()
     config = parse(argv, environment)
-    start_logging("server", config.observe.log_level)
+    if config.observe.logs_json:
+        wrap_standard_error()
+    start_logging("server", config.observe.log_level, config.observe.logs_json)
     set_gc_threshold(config.observe.gc_threshold)
     report_slow_gc(config.observe.slow_gc_s)
     log_always(log, config.observe.notes)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.install import install_command
 from banyan.base.log import start_logging
 from banyan.bench.fidelity import PROMPTS, Agreement, ReferenceScores, ServedScores, agrees, compare
-from banyan.bench.options import option, split_options
+from banyan.bench.options import CACERT, option, split_options
 from banyan.cli.client import Client, private_server
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
@@ -19,6 +20,8 @@ from banyan.config.prepare import prepare
 from banyan.model_config.model_config import ModelConfig
 
 APART = 1
+_PACKAGES = ("transformers", "gguf", "accelerate")
+"""What the reference needs; the last two for GGUF files."""
 MOST_TOKENS = 500
 """Of an answer."""
 
@@ -34,6 +37,7 @@ class VerifyOptions:
     """What is asked of `banyan verify`."""
 
     url: str = option("", "a server that runs, in place of one that is started")
+    cacert: str = option("", CACERT)
     prompts: tuple[str, ...] = option((), "texts to begin with; else a few of our own")
     output_len: int = option(24, "tokens of each answer")
     mean: float = option(0.1, "mean difference of log-probabilities that is agreement")
@@ -47,8 +51,10 @@ def verify(argv: Sequence[str]) -> int:
     config = parse(rest, environment)
     start_logging("verify", "warning")
     config, model_config = prepare(config, environment)
+    _check_packages(model_config)
     key = environment.flags.get("api-key", "")
-    asked = nullcontext(Client(options.url, key)) if options.url else private_server(rest)
+    running = Client(options.url, key, options.cacert) if options.url else None
+    asked = nullcontext(running) if running else private_server(rest)
     with asked as client:
         answered = [_ask(client, text, options) for text in options.prompts or PROMPTS]
     reference = open_reference(model_config)
@@ -70,10 +76,15 @@ def _check(options: VerifyOptions) -> None:
         )
     if not (options.mean >= 0 and options.margin >= 0):  # nor without a value, as nan is
         raise ConfigError("--mean and --margin must be numbers that are not below 0")
-    if find_spec("transformers") is None:
+
+
+def _check_packages(model_config: ModelConfig) -> None:
+    """Raise ConfigError if the reference lacks a package: nothing has been started yet."""
+    needed = _PACKAGES if model_config.format == "gguf" else _PACKAGES[:1]
+    if missing := [name for name in needed if find_spec(name) is None]:
         raise ConfigError(
-            "the reference is the package transformers, which is not here",
-            hint="run: pip install transformers",
+            f"the reference needs packages that are not here: {', '.join(missing)}",
+            hint=f"run: {install_command('verify')}",
         )
 
 
@@ -125,9 +136,11 @@ class Reference:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, **more
             )
-        except (ImportError, KeyError, NotImplementedError, OSError, ValueError) as error:
-            raise BanyanError(
-                f"transformers does not read {model_config.path}: {str(error).splitlines()[0]}"
+        except ImportError as error:
+            raise ConfigError(f"the reference needs a package: {_first_line(error)}") from error
+        except (KeyError, NotImplementedError, OSError, ValueError) as error:
+            raise ModelError(
+                f"transformers does not read {model_config.path}: {_first_line(error)}"
             ) from error
         self._torch = torch
         self._model = model.eval()
@@ -142,10 +155,15 @@ class Reference:
         return ReferenceScores(own.tolist(), best.indices.tolist(), best.values.tolist())
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def open_reference(model_config: ModelConfig) -> Reference:
     """
     Raises:
-        BanyanError: transformers cannot read the files.
+        ConfigError: a package is missing.
+        ModelError: transformers cannot read the files.
     """
     return Reference(model_config)
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
 
+from banyan.base.os import has_cuda_driver
 from banyan.base.table import Table
 from banyan.config.env import Environment
 from banyan.config.schema import Config
@@ -98,5 +97,4 @@ def outcome_device(config: Config, environment: Environment) -> str:
         return chip(environment)
     if not facts_of(config).is_open:
         return config.device.name
-    has_driver = Path("/dev/nvidiactl").exists() and not version("torch").endswith("+cpu")
-    return "cuda" if has_driver else "cpu"
+    return "cuda" if has_cuda_driver() else "cpu"

@@ -737,10 +737,21 @@ class ObserveConfig:
     """Log garbage collections that take longer; 0 = none."""
     log_format: str = "text"
     """Format of the lines of `log_requests`: "text" or "json"."""
+    whole_log_format: str = "text"
+    """Format of every line of the log: "text" or "json"."""
     notes: tuple[str, ...] = ()
     """Log lines about flags and variables without effect."""
     origins: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
     """Schema field -> where its value comes from; fields at their default are absent."""
+
+    @property
+    def logs_json(self) -> bool:
+        """Whether every line of the log is a JSON object."""
+        return self.whole_log_format == "json"
+
+    @property
+    def logs_requests_json(self) -> bool:
+        return "json" in (self.log_format, self.whole_log_format)
 
 
 @dataclass(frozen=True)

@@ -408,13 +408,13 @@ def disaggregation_side(role: str, cache: KVCache, chunk_tokens: int) -> Disaggr
 
 
 def digest_of(generate: Generate, cache: KVCache) -> bytes:
-    """Hash that both servers must agree on before pages are sent: prompt, embeddings, weights,
-    adapter. Pages of another prompt would corrupt this answer and later ones with the same prefix.
+    """Hash that both servers must agree on before pages are sent: prompt, weights, adapter. Pages
+    of another prompt would corrupt this answer and later ones with the same prefix.
     """
     made = blake2b(cache.weights, digest_size=_DIGEST_BYTES, person=b"banyan handoff")
     # The namespace of a request with an adapter holds the adapter's name, its digest and its owner.
     adapter = generate.namespace if generate.adapter else b""
-    for part in (generate.tokens, generate.embeds, adapter):
+    for part in (generate.tokens, adapter):
         made.update(len(part).to_bytes(8, "little") + part)
     return made.digest()
 

@@ -158,7 +158,9 @@ class EngineCore:
         if plan is not None:
             self._last_step = plan.step
             self.scheduler.cache.epochs.launched = plan.step
-            self._in_flight.append((plan.step, now, bool(plan.rows or plan.replica_loads)))
+            self._in_flight.append(
+                (plan.step, now, bool(plan.rows or plan.pieces or plan.replica_loads))
+            )
         return plan
 
     def _queue_adapter_ops(self) -> None:
@@ -352,6 +354,7 @@ class EngineCore:
                     self.scheduler.flush()
                 self.scheduler.cache.pins.unpin()  # pages of other weights are of no use
                 self.scheduler.cache.weights = weights_id(order.version)
+                self.scheduler.contents.forget_since(NO_STEP)
                 self._mark_resumed([WEIGHTS])
             case ReleaseMemory():
                 self.released += [tag for tag in order.tags if tag not in self.released]

@@ -23,10 +23,13 @@ from banyan.model_config.model_config import FULL, ModelConfig
 from banyan.scheduler.budget import Growth, Priorities, SchedulerLimits
 from banyan.scheduler.schedule_policy import SCHEDULE_POLICIES
 from banyan.scheduler.scheduler import Scheduler
+from banyan.scheduler.spans import ContentLimits
 
 _GIB = 1 << 30
 _LEAST_FOR_ADAPTERS = 64 << 20
 _STAGED_BYTES = 128 << 20
+_TOWER_ROWS = 16384
+"""Feature rows that are kept at least: as many as the largest content of Qwen3-VL has."""
 _LEAST_WRITES, _MOST_WRITES = 4, 64
 """Bounds on the pages that are being written to a store; within them, _STAGED_BYTES decides."""
 
@@ -135,6 +138,7 @@ def core_spec(
             ),
             multi_step=schedule.multi_step or 1,
             micro_batch=schedule.micro_batch if schedule.token_gap else 0,
+            content=content_limits(model_config, memory.max_request_tokens),
             attention_ratio=attention_ratio(model_config)
             if schedule.shrinks_chunks and config.parallel.pp > 1 and is_chunked
             else 0.0,
@@ -146,6 +150,28 @@ def core_spec(
         store=_store_rules(config.cache, memory) if can_have_store(config, model_config) else None,
         role=config.handoff.role,
         adapters=_adapter_rules(config.lora, loads, most) if config.lora.is_enabled else None,
+    )
+
+
+def content_limits(model_config: ModelConfig, max_request_tokens: int) -> ContentLimits:
+    """The features that a replica keeps, and what it costs to make them."""
+    media = model_config.media
+    if media is None:
+        return ContentLimits(pool_rows=max_request_tokens)
+    tower = media.tower
+    matrices = 3 if tower.mlp == "gated" else 2
+    seen = 1.0
+    if tower.window:  # other blocks see a window, which costs little
+        seen = len(tower.full_blocks) / tower.blocks
+    layers = range(model_config.num_layers)
+    heads = sum(model_config.heads_of(layer) for layer in layers) * model_config.head_dim
+    inner = sum(model_config.inner_of(layer) for layer in layers)
+    return ContentLimits(
+        pool_rows=max(_TOWER_ROWS, max_request_tokens),
+        blocks=tower.blocks,
+        patch_work=tower.width * (4 * tower.width + matrices * tower.inner),
+        pair_work=int(2 * tower.width * seen),
+        token_work=model_config.hidden_size * (3 * heads + 3 * inner),
     )
 
 

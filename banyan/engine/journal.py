@@ -32,6 +32,8 @@ from banyan.messages.plan import StepLoad, StepPlan, StepResult
 log = logger(__name__)
 
 _HASH_BYTES = 8
+_NEW_FIELDS = 3
+"""Last fields of StepPlan that the first journals did not have: forget, contents, pieces."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _ENDING_BYTES = 64
 """Bytes reserved for the record `Full` and the end mark."""
@@ -86,7 +88,10 @@ def plan_hash(plan: StepPlan | None) -> bytes:
     """8 bytes that differ when plans differ; b"" for no plan."""
     if plan is None:
         return b""
-    return blake2b(msgspec.msgpack.encode(plan), digest_size=_HASH_BYTES).digest()
+    fields = msgspec.structs.astuple(plan)
+    if not any(fields[-_NEW_FIELDS:]):  # as before there were any, so that old journals replay
+        fields = fields[:-_NEW_FIELDS]
+    return blake2b(msgspec.msgpack.encode(fields), digest_size=_HASH_BYTES).digest()
 
 
 class Records:

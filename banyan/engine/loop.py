@@ -31,7 +31,7 @@ from banyan.engine.watchdog import RankMonitor, Watchdog
 from banyan.kv_cache.cache_events import Removed, Stored
 from banyan.messages.control_ops import ControlOp
 from banyan.messages.disaggregation import KVTransferEvent, KVTransferOp
-from banyan.messages.events import Event, Fatal, Ready, Stats, Tokens
+from banyan.messages.events import Event, Failed, Fatal, Ready, Stats, Tokens
 from banyan.messages.plan import (
     NOT_FINITE,
     CopyResult,
@@ -226,6 +226,7 @@ class EngineLoop:
         self._so_far = parts.so_far
         self._go_on = parts.go_on
         self._on_rest = parts.on_rest
+        self._contents = ContentStore()
         self._ends: list[Abort | StopAt] = []
         """Ends of requests whose latest sent tokens are not committed yet; they wait for that."""
         silence_s = min(config.silence_s, config.watchdog_s)
@@ -335,6 +336,7 @@ class EngineLoop:
             self._mover.execute(self._core.take_transfer_ops())
         self._marks.end("plan")
         events += self._core.take_events()
+        self._contents.drop(self._core.scheduler.contents.take_dropped())
         self._deliver(self._core.take_masks())
         self._beat(events)
         events = self._outbox.filter(events, now) + self._outbox.early(self._early_tokens())
@@ -363,7 +365,13 @@ class EngineLoop:
 
     def _admit(self, message: CoreInput, now: float) -> None:
         if isinstance(message, Generate):
-            self._outbox.expect(message)
+            refused: list[Event] = []
+            found = self._contents.take(message, refused)
+            if found is None:
+                self._link.send(refused)
+                return
+            self._outbox.expect(found)
+            message = found
         self._core.receive(message, now)
         self._end_multi_step()
 
@@ -455,7 +463,7 @@ class EngineLoop:
             if not self._flying:
                 self._started_s = now
                 self._step_log.begin_work(now)
-            self._flying.append(self._launcher.launch(plan))
+            self._flying.append(self._launcher.launch(self._contents.fill(plan)))
             self._forecast.planned(self._clock.now() - now)
 
     def _wait_to_plan(self) -> float:
@@ -521,3 +529,44 @@ def _check_rows(result: StepResult) -> None:
 def _ran(plan: StepPlan, result: StepResult) -> int:
     """Decode steps of a plan that have run."""
     return 1 if plan.steps == 1 else max([1, *(len(tokens) // 4 for tokens in result.tokens)])
+
+
+class ContentStore:
+    """The data of contents (messages/spans.py), next to a core that works on digests and sizes
+    only. So a journal holds no data, and data travels to the runner once."""
+
+    def __init__(self) -> None:
+        self._data: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def take(self, generate: Generate, events: list[Event]) -> Generate | None:
+        """The request without data, which is kept; None = it failed, as data is missing."""
+        if not generate.contents:
+            return generate
+        for content in generate.contents:
+            if not content.data and content.digest not in self._data:
+                text = "The engine does not have a content of the prompt any more"
+                events.append(Failed(generate.request, 409, text, "content_unknown"))
+                return None
+        for content in generate.contents:
+            if content.data:
+                self._data[content.digest] = content.data
+        bare = tuple(msgspec.structs.replace(content, data=b"") for content in generate.contents)
+        return msgspec.structs.replace(generate, contents=bare)
+
+    def fill(self, plan: StepPlan) -> StepPlan:
+        """The plan with the data of its new contents."""
+        if not plan.contents:
+            return plan
+        contents = [
+            msgspec.structs.replace(content, data=self._data.get(content.digest, b""))
+            for content in plan.contents
+        ]
+        return msgspec.structs.replace(plan, contents=contents)
+
+    def drop(self, digests: list[bytes]) -> None:
+        """The core has no use for these any more."""
+        for digest in digests:
+            self._data.pop(digest, None)

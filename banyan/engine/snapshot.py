@@ -43,7 +43,15 @@ from banyan.kv_cache import (
 )
 from banyan.kv_cache.cache import TOKEN_BYTES
 from banyan.lora import scheduling as lora_scheduling
-from banyan.messages import control_ops, disaggregation, events, plan, requests, sampling_params
+from banyan.messages import (
+    control_ops,
+    disaggregation,
+    events,
+    plan,
+    requests,
+    sampling_params,
+)
+from banyan.messages import spans as span_messages
 from banyan.pipeline import micro_batches
 from banyan.scheduler import (
     admission,
@@ -58,6 +66,7 @@ from banyan.scheduler import (
     step_plan_builder,
 )
 from banyan.scheduler import request as request_module
+from banyan.scheduler import spans as span_contents
 from banyan.scheduler.request import Request
 
 _MODULES: tuple[ModuleType, ...] = (
@@ -80,6 +89,7 @@ _MODULES: tuple[ModuleType, ...] = (
     plan,
     requests,
     sampling_params,
+    span_messages,
     # scheduler and its parts in other packages
     admission,
     budget,
@@ -94,6 +104,7 @@ _MODULES: tuple[ModuleType, ...] = (
     row_planner,
     schedule_policy,
     scheduler,
+    span_contents,
     speculation,
     step_plan_builder,
 )

@@ -54,7 +54,7 @@ def metrics_observers_of(observe: ObserveConfig) -> list[MetricsObserver]:
     """
     found: list[MetricsObserver] = []
     if observe.times:
-        found.append(TimesLog(observe.log_format == "json"))
+        found.append(TimesLog(observe.logs_requests_json))
     if observe.writes_records:
         if not observe.records:
             raise ConfigError(
@@ -104,6 +104,7 @@ class RequestLog:
         facts: dict[str, object] = {
             "id": request.id,
             "route": request.route,
+            **({"key": request.key_name} if request.key_name else {}),
             "prompt_tokens": outcome.usage.prompt_tokens,
             "cached_tokens": outcome.usage.cached_tokens,
             "output_tokens": outcome.usage.output_tokens,
@@ -114,7 +115,7 @@ class RequestLog:
         }
         if self._observe.log_detail >= WITH_SAMPLING:
             facts["sampling"] = msgspec.to_builtins(request.sampling)
-        as_json = self._observe.log_format == "json"
+        as_json = self._observe.logs_requests_json
         if self._observe.log_detail < WITH_BEGINNINGS:
             write_line("request ended", facts, as_json)
             return
@@ -131,8 +132,9 @@ class RequestLog:
 
     def _prompt(self, request: RequestSpec) -> object:
         """As text, or as ids where there is none."""
-        if request.message.embeds:
-            return f"{len(request.prompt)} embeddings"
+        if request.message.spans:
+            inside = sum(span.count for span in request.message.spans)
+            return f"{len(request.prompt)} tokens, {inside} of them given by content"
         is_whole = self._observe.log_detail >= WITH_ALL
         ids = request.prompt if is_whole else request.prompt[:_BEGINNING_TOKENS]
         if self.text_of is None:
@@ -358,6 +360,7 @@ def record(outcome: RequestOutcome) -> dict[str, object]:
     return {
         "id": request.id,
         "route": request.route,
+        **({"key": request.key_name} if request.key_name else {}),
         "reason": outcome.reason,
         "prompt_tokens": len(request.prompt),
         "cached_tokens": usage.cached_tokens if usage else 0,

@@ -17,6 +17,7 @@ from banyan.engine_client.request_log import RequestLog, metrics_observers_of
 from banyan.messages.events import Finished, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_SCORES
+from banyan.messages.spans import end_of_spans
 from banyan.requests.admission import check_budget, check_spec
 from banyan.requests.bootstrap import with_room
 from banyan.requests.generation import (
@@ -155,7 +156,7 @@ class TextDecoder:
 
     def __init__(self, request: RequestSpec, tokenizer: Tokenizer) -> None:
         options = request.text
-        tail = [] if request.message.embeds else request.prompt[-PROMPT_TAIL_TOKENS:]
+        tail = request.prompt[end_of_spans(request.message.spans) :][-PROMPT_TAIL_TOKENS:]
         self._detokenizer = Detokenizer(tokenizer, tail, options)
         self._hidden = HiddenTokens(tokenizer, options)
         self._keeps_stop = options.no_stop_trim

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.step_inputs import InputEmbeddings
+from banyan.layers.step_inputs import FeatureRows
 from banyan.layers.weight_slot import Layer, WeightSlot, single
 from banyan.ops.api import PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
@@ -48,15 +48,11 @@ class Embedding(Layer):
         if self.is_here:
             self.rows = self.ops.pack_embedding(parts[0], share.first, share.last, self.scale)
 
-    def forward(self, tokens: Tensor, input_embeddings: InputEmbeddings | None = None) -> Tensor:
-        """input_embeddings: rows that replace rows of the table, before the scale."""
+    def forward(self, tokens: Tensor, feature_rows: FeatureRows | None = None) -> Tensor:
+        """feature_rows: rows that replace rows of the table, after the scale."""
         assert self.rows is not None
         found = self.group.all_reduce(self.rows(tokens))  # [tokens, dim]
-        if input_embeddings is None:
-            return found
-        return found.index_copy(
-            0, input_embeddings.where, (input_embeddings.rows * self.scale).to(found.dtype)
-        )
+        return found if feature_rows is None else feature_rows.replace(found, self.ops)
 
 
 class Logits(Layer):

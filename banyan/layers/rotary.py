@@ -10,11 +10,20 @@ be longer than the original length, because keys of one set must not meet querie
 Dynamic NTK depends on a length. A token at position p uses length p + 1, as transformers does when
 a sequence is fed token by token. Cached keys are then independent of chunking and of prefix
 sharing; the length of the whole prompt would make them depend on later tokens.
+
+Multimodal RoPE (Qwen2-VL, arXiv 2409.12191) gives each token a position in time, row and column.
+Text has the same position on all axes; a span with a grid has the positions of its cells, and what
+follows goes on after the longer side of the grid. Here a position with axes is the ordinary one
+plus a *shift* per axis. Shifts depend on the spans and the place alone, so they are the same in any
+chunk. After the last span they are constant: a decode step adds what the prompt's last token had.
 """
 
 import math
+from collections.abc import Iterable
 from functools import partial
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +35,49 @@ Angles = tuple[Tensor, Tensor]
 """cos and sin, [tokens, pairs] fp32."""
 
 
+AXES = 3
+"""Time, row, column."""
+
+
+class Placed(Protocol):
+    """What positions depend on; see messages/spans.py."""
+
+    @property
+    def first(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+
+
+def axis_shifts(spans: Iterable[Placed], length: int) -> tuple[np.ndarray, int]:
+    """What each axis adds to the positions of a prompt.
+
+    Args:
+        spans: in order; a shape of (1, 1, 0) is a line, with the positions of text.
+        length: of the prompt.
+
+    Returns:
+        int32 [length, AXES], and the shift of every later place: it goes on after the largest
+        position so far.
+    """
+    shifts, shift, end = np.zeros((length, AXES), np.int32), 0, 0
+    for span in spans:
+        shifts[end : span.first] = shift
+        end = span.first + span.count
+        times, rows, columns = span.shape
+        if not columns:
+            shifts[span.first : end] = shift
+            continue
+        grid = np.indices((times, rows, columns), np.int32).reshape(AXES, -1).T
+        begin = span.first + shift
+        shifts[span.first : end] = begin + grid - np.arange(span.first, end)[:, None]
+        shift = begin + max(rows, columns) - end
+    shifts[end:] = shift
+    largest = int((shifts + np.arange(length)[:, None]).max(initial=-1))
+    return shifts, largest + 1 - length
+
+
 class Rotary:
     """Angles of one model, or of its layers of one kind.
 
@@ -34,8 +86,10 @@ class Rotary:
         context_length: the checkpoint's trained length; dynamic NTK starts after it.
         served_length: longest request; selects LongRoPE's set.
 
+        axes: axis of each pair, for positions with axes; () = none.
+
     Raises:
-        ModelError: an unknown kind.
+        ModelError: an unknown kind, or another number of axes than of pairs.
     """
 
     def __init__(
@@ -46,6 +100,7 @@ class Rotary:
         served_length: int,
         ops: Ops,
         device: torch.device,
+        axes: tuple[int, ...] = (),
     ) -> None:
         kinds = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
         kinds |= {"dynamic": _plain, "longrope": partial(_longrope, length=served_length)}
@@ -57,6 +112,12 @@ class Rotary:
         self.context_length = context_length
         self.frequencies = kinds[numbers.kind](dim, numbers).to(device)  # [dim/2] fp32
         self.magnitude = _magnitude(numbers, context_length, served_length)
+        if axes and (len(axes) != dim // 2 or numbers.kind == "dynamic"):
+            raise ModelError(
+                f"{len(axes)} rotary pairs have an axis, of {dim // 2} pairs of a RoPE of kind "
+                f"{numbers.kind!r}"
+            )
+        self.axes = torch.tensor(axes, dtype=torch.int32, device=device) if axes else None
 
     def divide(self, divisors: Tensor) -> None:
         """Divide each frequency by a factor from the checkpoint. divisors: [dim/2]"""
@@ -67,10 +128,15 @@ class Rotary:
             )
         self.frequencies = self.frequencies / divisors.to(self.frequencies)
 
-    def __call__(self, positions: Tensor) -> Angles:
-        """positions: [tokens] int64; returns cos, sin [tokens, dim/2] fp32."""
+    def __call__(self, positions: Tensor, shifts: Tensor | None = None) -> Angles:
+        """positions: [tokens] int64; shifts: [tokens, axes] int32; returns cos, sin [tokens,
+        dim/2] fp32."""
         if self.numbers.kind != "dynamic":
-            return self.ops.rotary_angles(positions, self.frequencies, self.magnitude)
+            if shifts is None or self.axes is None:
+                return self.ops.rotary_angles(positions, self.frequencies, self.magnitude)
+            return self.ops.rotary_angles(
+                positions, self.frequencies, self.magnitude, shifts, self.axes
+            )
         angles = positions.unsqueeze(1).float() * self._stretched(positions)
         return angles.cos(), angles.sin()
 

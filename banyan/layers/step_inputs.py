@@ -114,16 +114,30 @@ class StepStates(Protocol):
 
 
 @dataclass(frozen=True)
-class InputEmbeddings:
-    """Tokens of a step that are given as embeddings.
+class FeatureRows:
+    """Rows that take the place of the embeddings of some tokens.
 
     Attributes:
-        where: [n] int64, indices along the step's tokens.
-        rows: [n, hidden] fp32, like rows of the checkpoint's embedding table.
+        where: [tokens] int32, row of `rows` for each token; negative = its embedding.
+        rows: [any, width · (1 + deep)], at the scale of the residual stream. Part i > 0 is added
+            to the stream after layer i - 1 (DeepStack, arXiv 2406.04334).
+        width: of one part.
     """
 
     where: Tensor
     rows: Tensor
+    width: int
+
+    def replace(self, x: Tensor, ops: Ops) -> Tensor:
+        """x: [tokens, width], the embeddings of all tokens."""
+        return ops.take_rows(x, self.where, self.rows[:, : self.width])
+
+    def add(self, x: Tensor, layer: int, ops: Ops) -> Tensor:
+        """Add the part that belongs after `layer`, if there is one."""
+        first = self.width * (layer + 1)
+        if first >= self.rows.shape[1]:
+            return x
+        return ops.take_rows(x, self.where, self.rows[:, first : first + self.width], True)
 
 
 class AuxHiddenStates:
@@ -184,7 +198,9 @@ class StepInputs:
         positions: [tokens] int64, position of each token in its request.
         attention: attention bound to this step.
         states: states of recurrent layers.
-        input_embeddings: tokens whose ids are placeholders.
+        feature_rows: rows for the tokens whose ids are placeholders; None = there are none.
+        shifts: [tokens, axes] int32, what each axis adds to a position (layers/rotary.py); None =
+            positions have no axes.
         previous_states: [tokens, width], the target model's hidden state of the token before each
             (draft models), or the previous pipeline stage's output; None for other models.
         aux_hidden_states: collects inputs of layers; None = not wanted.
@@ -196,7 +212,8 @@ class StepInputs:
     positions: Tensor
     attention: StepAttention
     states: StepStates
-    input_embeddings: InputEmbeddings | None = None
+    feature_rows: FeatureRows | None = None
+    shifts: Tensor | None = None
     previous_states: Tensor | None = None
     aux_hidden_states: AuxHiddenStates | None = None
     output_tokens: OutputTokens | None = None

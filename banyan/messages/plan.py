@@ -1,8 +1,9 @@
 """The step border: StepPlan from engine to runner, StepResult back. Nothing else passes between
 them.
 
-Ranks apply a plan in this order: control ops, leaves, joins, grants, copies "before", rows, copies
-"after". A plan with control ops runs alone: no other plan is in flight with it.
+Ranks apply a plan in this order: control ops, leaves, joins, grants, copies "before", contents,
+pieces, rows, copies "after". A plan with control ops runs alone: no other plan is in flight with
+it.
 
 Token ids travel as int32 little-endian bytes, log-probabilities as float32 little-endian bytes,
 masks as little-endian bits (bit i of the string = token i is allowed).
@@ -61,6 +62,27 @@ class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     pages for this many extra positions, which a drafter with its own KV cache writes."""
 
 
+class PlacedSpan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A span of a request's prompt (messages/spans.py), as a Join describes it."""
+
+    first: int
+    count: int
+    content: int
+    """Number of the content whose feature rows the places take; 0 = no row of the join needs
+    them."""
+    offset: int
+    shape: tuple[int, int, int]
+    is_mutual: bool = False
+
+
+_spans_decoder = msgspec.msgpack.Decoder(list[PlacedSpan])
+
+
+def encode_spans(spans: list[PlacedSpan]) -> bytes:
+    """The value of `Join.spans`."""
+    return msgspec.msgpack.encode(spans) if spans else b""
+
+
 class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request takes a slot. After a retraction `tokens` holds prompt + output so far."""
 
@@ -71,10 +93,38 @@ class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     score_top: int = 0
     score_ids: tuple[int, ...] = ()
     adapter: int = 0
-    embeds: bytes = b""
-    """float32 [prompt_len, hidden] that replaces the prompt's tokens; b"" = use the tokens."""
+    spans: bytes = b""
+    """Stretches of the prompt that take feature rows (`encode_spans`); `tokens` is negative there.
+    In bytes, so that the hash of a plan without any is as before (engine/journal.py)."""
     namespace: bytes = b""
     """Prefix-cache namespace. N-gram drafts come only from requests of the same namespace."""
+
+    @property
+    def placed(self) -> list[PlacedSpan]:
+        """The spans, in order."""
+        return _spans_decoder.decode(self.spans) if self.spans else []
+
+
+class NewContent(msgspec.Struct, frozen=True, array_like=True):
+    """A content that later parts of the plan, or of later plans, call by its number. Numbers are
+    not used again."""
+
+    content: int
+    digest: bytes
+    kind: str
+    grid: tuple[int, int, int]
+    rows: int
+    data: bytes = b""
+    """The engine loop puts it in: the core knows digests and sizes only."""
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Work that makes features: run blocks first_block … first_block + blocks - 1 of the tower over
+    one content. With the last block its feature rows are there for the rows of the same plan."""
+
+    content: int
+    first_block: int
+    blocks: int
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):
@@ -179,6 +229,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     shortest row, at a sampled stop id, at a failure, or when the engine interrupts."""
     report_every: int = 0
     """Multi-step decode: report tokens after every this many steps; 0 = only at the end."""
+    forget: list[int] = []
+    """Contents whose features, or whose begun work, are dropped before anything else."""
+    contents: list[NewContent] = []
+    pieces: list[Piece] = []
+    """Run before the rows."""
 
 
 class RowScores(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -211,6 +266,14 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True):
     """HTTP status for the client: 400 when the request itself is at fault."""
 
 
+class PieceFailure(msgspec.Struct, frozen=True, array_like=True):
+    """A content cannot become features; the requests that need it fail, the others go on."""
+
+    content: int
+    text: str
+    status: int = 500
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Outcome of one plan. If the whole step failed, only `error` is set."""
 
@@ -236,6 +299,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     parents: list[bytes] = []
     """int32 per row: for each of its `drafts` the index of its parent draft, or -1 for the newest
     token (base/draft_tree.py). Empty for a chain; [] when no row has a tree."""
+    spoilt: list[PieceFailure] = []
+    """Contents of the plan's pieces that failed."""
 
 
 class CopyResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="copies"):

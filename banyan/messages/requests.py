@@ -12,6 +12,7 @@ import msgspec
 from banyan.base.ids import RequestId
 from banyan.messages.control_ops import ControlOp
 from banyan.messages.sampling_params import SamplingParams
+from banyan.messages.spans import Content, Span
 
 NO_SCORES = -1
 """`score_from` of a request that wants no log-probabilities."""
@@ -89,8 +90,6 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Key of the caller for fair scheduling and for its share of grammar compile time."""
     weight: float = 1.0
     """The caller's share relative to other callers."""
-    embeds: bytes = b""
-    """float32 [prompt, hidden] that replaces the prompt's tokens, which are then placeholders."""
     transfer_id: bytes = msgspec.field(name="room", default=b"")
     """Id of the KV transfer between a prefill and a decode server (messages/disaggregation.py);
     b"" = no disaggregation."""
@@ -106,6 +105,11 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Seconds that the whole pages of the prompt stay cached after the end; 0 = not pinned."""
     pin_priority: int = 0
     """Pins with a lower priority are dropped first when a request needs their pages."""
+    spans: tuple[Span, ...] = ()
+    """Stretches of the prompt that are given by content, in order; `tokens` has the ids of
+    `place_ids` there."""
+    contents: tuple[Content, ...] = ()
+    """What the spans take their features from, each once."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

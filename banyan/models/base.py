@@ -7,6 +7,7 @@ from torch import Tensor
 from banyan.layers.cache_spec import LayerCache
 from banyan.layers.step_inputs import StepInputs
 from banyan.model_config.model_config import ModelConfig
+from banyan.models.towers.vision import Tower
 
 
 class Model(Protocol):
@@ -15,11 +16,17 @@ class Model(Protocol):
     Attributes:
         caches: caches of its layers, by layer number.
         prunes_to_outputs: supports `StepInputs.output_tokens`.
+        takes_features: supports `StepInputs.feature_rows`.
+        tower: makes features of contents; None = it has none.
     """
 
     model_config: ModelConfig
     caches: list[LayerCache]
     prunes_to_outputs: bool
+    takes_features: bool
+
+    @property
+    def tower(self) -> Tower | None: ...
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, of all tokens or of `output_tokens`,

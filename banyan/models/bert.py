@@ -69,6 +69,8 @@ class EncoderLM(nn.Module):
     """One rank's part of an encoder. Empty until `models.weights.loader` has filled it."""
 
     prunes_to_outputs = False
+    takes_features = False
+    tower = None
 
     def __init__(self, model_config: ModelConfig, build: Build) -> None:
         super().__init__()

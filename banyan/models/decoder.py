@@ -10,6 +10,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from banyan.base.errors import ModelError
 from banyan.families.base import Family
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
@@ -27,6 +28,7 @@ from banyan.layers.shared_block import SharedBlock, SharedBlockLayer
 from banyan.layers.step_inputs import OutputTokens, StepInputs
 from banyan.layers.weight_slot import ShardRule
 from banyan.model_config.model_config import BOTH, NONE, STATE, WINDOW, ModelConfig
+from banyan.models.towers.vision import VisionTower
 from banyan.moe.layer import ExpertBlock
 from banyan.parallel.groups import Group
 
@@ -151,7 +153,7 @@ class DecoderLM(nn.Module):
         served_length: longest request in tokens; 0 = the model's context length.
     """
 
-    prunes_to_outputs = True
+    takes_features = True
 
     def __init__(
         self, model_config: ModelConfig, family: Family, build: Build, served_length: int = 0
@@ -162,9 +164,19 @@ class DecoderLM(nn.Module):
         size, vocab = model_config.hidden_size, model_config.vocab_size
         scale = model_config.embedding_scale / model_config.residual_scale
         self.embedding = Embedding(vocab, size, build, scale)
+        self.tower: VisionTower | None = None
+        """Makes features; set when its weights are loaded."""
         self.ops = build.ops
         self.stages, self.context = build.groups.stages, build.groups.context
         self.stage = stage_of(model_config.num_layers, self.stages)
+        deep = 0 if model_config.media is None else len(model_config.media.tower.deep_blocks)
+        if deep > len(self.stage) and self.stages.rank == 0 and self.stages.size > 1:
+            raise ModelError(
+                f"{deep} layers take features, and the first of {self.stages.size} pipeline stages "
+                f"has {len(self.stage)}",
+                hint="give fewer stages, or --language-model-only",
+            )
+        self.prunes_to_outputs = deep < model_config.num_layers
         self.shared = nn.ModuleList(
             _shared(model_config, family, build)
         )  # before layers: it names them
@@ -183,6 +195,7 @@ class DecoderLM(nn.Module):
                 served_length or model_config.context_length,
                 build.ops,
                 build.device,
+                () if model_config.media is None else model_config.media.axes,
             )
             for rope in dict.fromkeys(model_config.rope_of(layer) for layer in self.stage)
             if rope.kind != "none"
@@ -210,11 +223,13 @@ class DecoderLM(nn.Module):
         """returns: hidden states after the last norm, [tokens, hidden_size], of all ranks that
         share the step's tokens, or of `output_tokens` only. A stage before the last returns the
         input of the next stage (`step.previous_states`)."""
-        angles = {rope: rotary(step.positions) for rope, rotary in self.rotaries.items()}
+        angles = {
+            rope: rotary(step.positions, step.shifts) for rope, rotary in self.rotaries.items()
+        }
         stages = self.stages
         x, residual = step.previous_states, None
         if stages.rank == 0:
-            x = self.embedding(step.tokens, step.input_embeddings)
+            x = self.embedding(step.tokens, step.feature_rows)
         assert x is not None, "the previous stage sent nothing"
         first = x
         for number in self.stage:
@@ -225,6 +240,8 @@ class DecoderLM(nn.Module):
                 step.output_tokens if number == self.model_config.num_layers - 1 else None
             )
             x, residual = layer(x, residual, angles.get(layer.rope), step, first, output_tokens)
+            if step.feature_rows is not None and output_tokens is None:
+                x = step.feature_rows.add(x, number, self.ops)
         if stages.rank == stages.size - 1:
             return self.context.gather_rows(self.norm.add(x, residual)[0])
         return x if residual is None else self.ops.add(x, residual)

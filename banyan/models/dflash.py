@@ -66,6 +66,8 @@ class DFlashStateWriter(nn.Module):
     projected states arrive as `StepInputs.previous_states`. Has no logits."""
 
     prunes_to_outputs = False
+    takes_features = False
+    tower = None
 
     def __init__(self, blocks: DFlashLM) -> None:
         super().__init__()

@@ -75,6 +75,8 @@ class DraftLM(nn.Module):
     """
 
     prunes_to_outputs = False
+    takes_features = False
+    tower = None
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class DraftLM(nn.Module):
                 served_length or model_config.context_length,
                 build.ops,
                 build.device,
+                () if model_config.media is None else model_config.media.axes,
             )
         self.ops, self.context = build.ops, build.groups.context
         self.embedding: Embedding | None = None
@@ -126,7 +129,7 @@ class DraftLM(nn.Module):
         """returns: [tokens, hidden_size], what logits are made of and what it reads next, of all
         ranks that share the step's tokens."""
         assert self.embedding is not None and step.previous_states is not None
-        angles = None if self.rotary is None else self.rotary(step.positions)
+        angles = None if self.rotary is None else self.rotary(step.positions, step.shifts)
         read = self.read(self.embedding(step.tokens), step.previous_states, angles, step)
         return self.context.gather_rows(read)
 

@@ -114,6 +114,8 @@ class TransformersLM(nn.Module):
     """
 
     prunes_to_outputs = False
+    takes_features = False
+    tower = None
 
     def __init__(self, model: nn.Module, model_config: ModelConfig, build: Build) -> None:
         super().__init__()

@@ -103,6 +103,19 @@ class LogitOps(Protocol):
         ...
 
 
+class FeatureOps(Protocol):
+    """Ops of prompts that are given by content."""
+
+    def take_rows(self, x: Tensor, where: Tensor, rows: Tensor, adds: bool = False) -> Tensor:
+        """x, with some of its rows replaced by given ones, or with those added to them.
+
+        x: [tokens, dim] T; where: [tokens] int32, row of `rows` for each token, negative = none;
+        rows: [any, dim] T, may lie apart.
+        returns: [tokens, dim] T.
+        """
+        ...
+
+
 SQUEEZE, QUERY, LATENT, KEYS = PARTS = ("squeeze", "query", "latent", "keys")
 """Its weights: x to squeezed queries, squeezed queries to heads, x to latent and key, heads'
 keys."""
@@ -298,7 +311,15 @@ class Recorder(Protocol):
 
 
 class Ops(
-    ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, IndexOps, PrologueOps, Protocol
+    ExpertOps,
+    StateOps,
+    AdapterOps,
+    AdapterRowOps,
+    LogitOps,
+    FeatureOps,
+    IndexOps,
+    PrologueOps,
+    Protocol,
 ):
     """One bound kernel per op, chosen at start; calls do not dispatch."""
 
@@ -344,11 +365,17 @@ class Ops(
         ...
 
     def rotary_angles(
-        self, positions: Tensor, frequencies: Tensor, magnitude: float
+        self,
+        positions: Tensor,
+        frequencies: Tensor,
+        magnitude: float,
+        shifts: Tensor | None = None,
+        axes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """cos and sin of position · frequency in fp32, times the magnitude.
 
-        positions: [tokens] int64; frequencies: [pairs] fp32.
+        positions: [tokens] int64; frequencies: [pairs] fp32; shifts: [tokens, axes] int32, what
+        each axis adds to the position; axes: [pairs] int32, the axis of each pair.
         returns: cos, sin [tokens, pairs] fp32.
         """
         ...
@@ -616,6 +643,7 @@ OP_NAMES = (
     "gelu_tanh_and_mul",
     "gelu_tanh",
     "select_rows",
+    "take_rows",
     "spread_columns",
     "concat",
     "sigmoid_scale",

@@ -355,9 +355,16 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 def rotary_angles(
-    positions: Tensor, frequencies: Tensor, magnitude: float
+    positions: Tensor,
+    frequencies: Tensor,
+    magnitude: float,
+    shifts: Tensor | None = None,
+    axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    angles = positions.unsqueeze(1).float() * frequencies
+    along = positions.unsqueeze(1)
+    if shifts is not None and axes is not None:
+        along = along + shifts[:, axes.long()]
+    angles = along.float() * frequencies
     return angles.cos() * magnitude, angles.sin() * magnitude
 
 
@@ -396,6 +403,13 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def select_rows(x: Tensor, chosen: Tensor) -> Tensor:
     return x[chosen]
+
+
+def take_rows(x: Tensor, where: Tensor, rows: Tensor, adds: bool = False) -> Tensor:
+    if not len(rows):
+        return x
+    taken = rows[where.clamp(min=0).long(), : x.shape[1]].to(x.dtype)
+    return torch.where(where.unsqueeze(1) >= 0, x + taken if adds else taken, x)
 
 
 def spread_columns(x: Tensor, columns: Tensor, width: int) -> Tensor:

@@ -1,18 +1,25 @@
-"""The interface of a device: facts, memory, opening it, streams, graphs and copies to the host."""
+"""The interface of a device: facts, memory, opening it, streams, graphs and copies to the host.
+
+Nothing here imports torch before a device is opened: `banyan models` and others only read facts.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
-from banyan.platform.expert_exchange import Dispatch, FusedDispatch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from banyan.platform.expert_exchange import Dispatch, FusedDispatch
 
 ANY_SIZE, BY_SHAPE = "any size", "by shape"
 """How a device repeats work without Python: a program for steps of any size, recorded by the
@@ -227,6 +234,8 @@ class Host:
         raise NotImplementedError("the host has one stream")
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        import torch
+
         return torch.zeros(tuple(shape), dtype=dtype)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -261,6 +270,8 @@ class NullPlatform(Host):
         )
 
     def open(self, local_rank: int, threads: int) -> torch.device:
+        import torch
+
         return torch.device("meta")
 
     def memory(self) -> Memory:

@@ -3,17 +3,21 @@
 Limits of control groups v1 and v2 count, on every level above this process.
 """
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from banyan.base.os import num_cores
 from banyan.config.defaults import Defaults
 from banyan.model_config.model_config import ModelConfig
 from banyan.platform.base import ANY_SIZE, Host, Memory, Traits
+
+if TYPE_CHECKING:
+    import torch
 
 _FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
 _MORE_FEATURES = ("avx_vnni", "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "sve")
@@ -42,6 +46,8 @@ class CpuPlatform(Host):
         )
 
     def open(self, local_rank: int, threads: int) -> torch.device:
+        import torch
+
         torch.set_num_threads(threads or self.traits.cores)
         return torch.device("cpu")
 

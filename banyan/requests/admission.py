@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from banyan.base.errors import RequestError
 from banyan.messages.requests import NO_SCORES
+from banyan.messages.spans import ContentKind
 from banyan.requests.bootstrap import check_room
 from banyan.requests.prompts import check_total
 from banyan.requests.request_spec import ALL_HIDDEN, RequestSpec
@@ -60,8 +61,8 @@ def check_spec(request: RequestSpec, limits: Limits, has_tokenizer: bool) -> Non
         )
     if request.message.wants_experts:
         _check_experts(request, limits)
-    if request.message.embeds:
-        _check_embedded(request)
+    if request.message.spans:
+        _check_spans(request)
 
 
 def _check_scores(request: RequestSpec, limits: Limits) -> None:
@@ -105,8 +106,10 @@ def _check_experts(request: RequestSpec, limits: Limits) -> None:
         )
 
 
-def _check_embedded(request: RequestSpec) -> None:
+def _check_spans(request: RequestSpec) -> None:
     """Refuse what would read the tokens of a prompt that has none."""
+    if any(span.kind != ContentKind.FEATURES for span in request.message.spans):
+        return
     asked = {
         "logprob_start_len": NO_SCORES != request.message.score_from < len(request.prompt),
         "repetition_penalty": request.sampling.repetition_penalty != 1.0,

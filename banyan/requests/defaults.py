@@ -47,6 +47,7 @@ def limits_of(
         max_new_tokens=config.server.max_new_tokens,
         batch_encode=config.server.batch_encode,
         takes_embeds=config.model.implementation != "transformers",
+        embedding_scale=model_config.embedding_scale,
         role=config.handoff.role,
         has_rooms=config.handoff.transfer != "fake",
         fakes_prompts=config.handoff.fakes_prompts and config.handoff.mode == "decode",

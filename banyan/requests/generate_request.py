@@ -11,7 +11,13 @@ from typing import cast
 from banyan.base.errors import RequestError
 from banyan.requests import constraint
 from banyan.requests.lora_names import AdapterNames
-from banyan.requests.prompts import PLACEHOLDER, encode_texts, parse_embeds
+from banyan.requests.prompts import (
+    FLOAT_BYTES,
+    PLACEHOLDER,
+    as_contents,
+    encode_texts,
+    parse_embeds,
+)
 from banyan.requests.request_spec import (
     SHARED_FIELDS,
     Fields,
@@ -35,7 +41,6 @@ from banyan.requests.sampling_params import (
 )
 from banyan.tokenizer.tokenizer import Tokenizer
 
-FLOAT_BYTES = 4
 MAX_TOP = 256
 """Best alternatives per position."""
 
@@ -140,9 +145,10 @@ def parse_native(
     if embeds:
         width = limits.hidden_size * FLOAT_BYTES
         prompts = [[PLACEHOLDER] * (len(e) // width) for e in embeds]
+        given = [as_contents(e, limits.hidden_size) for e in embeds]
     else:
         prompts, is_batch = _prompts(fields, tokenizer, limits), _is_batch(fields)
-        embeds = [b""] * len(prompts)
+        given = [((), ())] * len(prompts)
     fields.num = len(prompts) if is_batch else None
     sampling = _sampling(fields)
     parsed = [
@@ -165,9 +171,9 @@ def parse_native(
         context or RequestContext(),
         fields,
         [
-            PromptSpec(tokens, options, scores.options, adapter, embedded)
-            for tokens, options, scores, adapter, embedded in zip(
-                prompts, parsed, shown, chosen, embeds, strict=True
+            PromptSpec(tokens, options, scores.options, adapter, spans, contents)
+            for tokens, options, scores, adapter, (spans, contents) in zip(
+                prompts, parsed, shown, chosen, given, strict=True
             )
         ],
         "generate",

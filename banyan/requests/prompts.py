@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from banyan.base.errors import RequestError
+from banyan.messages.spans import Content, ContentKind, Span
 from banyan.requests.sampling_params import Limits
 from banyan.tokenizer.tokenizer import Tokenizer
 
@@ -93,12 +94,15 @@ def check_total(num_tokens: int, limits: Limits) -> None:
 NAME = "input_embeds"
 PLACEHOLDER = 0
 """Token id in place of an embedding."""
+FLOAT_BYTES = 4
+_SPAN_ROWS = 1024
 
 _NUMBERS = {int, float}
 
 
 def parse_embeds(given: object, limits: Limits) -> tuple[list[bytes], bool]:
-    """The prompts, each as float32 little-endian [positions, hidden], and whether they are a list.
+    """The prompts, each as float32 little-endian [positions, hidden] at the scale of the model's
+    embeddings, and whether they are a list.
 
     Args:
         given: [positions, hidden] numbers, or a list of such prompts.
@@ -124,11 +128,25 @@ def parse_embeds(given: object, limits: Limits) -> tuple[list[bytes], bool]:
     return [_prompt(prompt, limits) for prompt in prompts], is_batch
 
 
-def namespace_with(namespace: bytes, embeds: bytes) -> bytes:
-    """The prefix-cache namespace of a prompt of `embeds`, if any: equal numbers share pages."""
-    if not embeds:
-        return namespace
-    return hashlib.sha256(namespace + embeds).digest()[:16]
+def as_contents(rows: bytes, width: int) -> tuple[tuple[Span, ...], tuple[Content, ...]]:
+    """The spans and contents of a prompt of nothing but feature rows.
+
+    Long prompts are cut, so that prompts that begin alike share pages, and that not all rows of one
+    must be at the engine at once.
+
+    Args:
+        rows: float32 [positions, width].
+    """
+    spans: list[Span] = []
+    contents: dict[bytes, Content] = {}
+    row_bytes = width * FLOAT_BYTES
+    for first in range(0, len(rows) // row_bytes, _SPAN_ROWS):
+        data = rows[first * row_bytes : (first + _SPAN_ROWS) * row_bytes]
+        count = len(data) // row_bytes
+        digest = hashlib.sha256(f"{ContentKind.FEATURES} {width} ".encode() + data).digest()
+        spans.append(Span(first, count, digest, kind=ContentKind.FEATURES))
+        contents[digest] = Content(digest, ContentKind.FEATURES, data, (1, 1, count), count)
+    return tuple(spans), tuple(contents.values())
 
 
 def _is_prompt(value: object) -> bool:
@@ -160,7 +178,8 @@ def _prompt(rows: object, limits: Limits) -> bytes:
         if not all(map(math.isfinite, floats)):
             raise _wrong("finite float32 numbers", "another", position)
         values.extend(floats)
-    return values.tobytes()
+    scale = limits.embedding_scale
+    return values.tobytes() if scale == 1.0 else array("f", [v * scale for v in values]).tobytes()
 
 
 def _wrong(rule: str, got: str, position: int | None = None) -> RequestError:

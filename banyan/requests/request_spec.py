@@ -22,8 +22,8 @@ from banyan.base.ids import RequestId, fresh_id
 from banyan.base.json_types import whole_number
 from banyan.messages.requests import ANY_REPLICA, NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
+from banyan.messages.spans import Content, Span, ids_with_spans
 from banyan.requests import bootstrap
-from banyan.requests.prompts import namespace_with
 from banyan.requests.sampling_params import ParsedSampling
 from banyan.tokenizer.stop_strings import TextOptions
 
@@ -38,6 +38,7 @@ class RequestContext:
         is_strict: fields without effect are refused (--strict-requests).
         tenant: digest of the caller's key. It owns what the request creates, and is part of the
             prefix-cache namespace.
+        key_name: name of the caller's key in --api-key-file; "" = none.
         is_admin: may end the requests of others.
         deadline_s: monotonic time at which the request must have ended; None = no limit.
         warnings: reports for the answer about parts of the request without effect.
@@ -47,6 +48,7 @@ class RequestContext:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     is_strict: bool = False
     tenant: bytes = b""
+    key_name: str = ""
     is_admin: bool = False
     deadline_s: float | None = None
     warnings: list[str] = field(default_factory=list[str])
@@ -122,10 +124,11 @@ class RequestSpec:
 
     Attributes:
         message: sent to the engine.
-        prompt: the tokens of `message`.
+        prompt: the tokens of `message`, with placeholders in spans.
         text: how tokens become text, and which text ends the request.
         hidden: which hidden states are wanted: ALL_HIDDEN, LAST_HIDDEN, or "" for none.
         route: API that created the request, for logs and metrics: "chat", "generate", "probe".
+        key_name: name of the caller's key, for logs and metrics.
     """
 
     message: Generate
@@ -133,6 +136,7 @@ class RequestSpec:
     text: TextOptions = field(default_factory=TextOptions)
     hidden: str = ""
     route: str = ""
+    key_name: str = ""
 
     @property
     def id(self) -> RequestId:
@@ -172,10 +176,10 @@ class PromptSpec:
     """One prompt and its own part of a request.
 
     Attributes:
-        tokens: ids; placeholders if there are `embeds`.
+        tokens: ids; placeholders in spans.
         sampling: parsed sampling parameters, text options and constraint.
         adapter: LoRA adapter that answers; "" = the model by itself.
-        embeds: float32 [prompt, hidden] in place of the tokens.
+        spans, contents: stretches that are given by content (messages/spans.py).
         pool: the pooled vector of the prompt is wanted, and no text.
         count: sequences; None = the n of `sampling`.
     """
@@ -184,7 +188,8 @@ class PromptSpec:
     sampling: ParsedSampling
     scores: ScoreOptions = field(default_factory=ScoreOptions)
     adapter: str = ""
-    embeds: bytes = b""
+    spans: tuple[Span, ...] = ()
+    contents: tuple[Content, ...] = ()
     pool: bool = False
     count: int | None = None
 
@@ -268,13 +273,14 @@ def build_specs(
                 hidden[i],
                 experts_from,
                 route,
-                namespace=namespace_with(namespace, prompt.embeds),
+                namespace=namespace,
                 adapter=prompt.adapter,
                 priority=priority,
                 grammar=parsed.grammar,
                 pool=prompt.pool,
                 caller=context.tenant,
-                embeds=prompt.embeds,
+                spans=prompt.spans,
+                contents=prompt.contents,
                 transfer_id=b"" if room.number is None else room.name(j),
                 prefill_address=room.prefill_address,
                 replica=ANY_REPLICA if room.replica is None else room.replica,
@@ -282,6 +288,7 @@ def build_specs(
                     ANY_REPLICA if room.prefill_replica is None else room.prefill_replica
                 ),
                 stream_interval=parsed.stream_interval,
+                key_name=context.key_name,
             )
             for j in range(prompt.num_sequences)
         ]
@@ -297,6 +304,7 @@ def spec_of(
     hidden: str = "",
     experts_from: int = NO_HIDDEN,
     route: str = "",
+    key_name: str = "",
     **fields: Any,
 ) -> RequestSpec:
     """A spec from checked values.
@@ -310,7 +318,7 @@ def spec_of(
     """
     scores = scores or ScoreOptions()
     try:
-        tokens = array("i", prompt).tobytes()
+        tokens = ids_with_spans(array("i", prompt).tobytes(), fields.get("spans", ()))
     except OverflowError:
         raise RequestError("input_ids must be 32-bit integers.", param="input_ids") from None
     first_hidden = experts_from
@@ -327,7 +335,7 @@ def spec_of(
         wants_experts=experts_from != NO_HIDDEN,
         **fields,
     )
-    return RequestSpec(message, prompt, text or TextOptions(), hidden, route)
+    return RequestSpec(message, prompt, text or TextOptions(), hidden, route, key_name)
 
 
 def _ids(fields: Fields, counts: list[int]) -> Iterator[RequestId]:

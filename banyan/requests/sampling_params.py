@@ -96,6 +96,7 @@ class Limits:
         hidden_states: requests may have hidden states returned.
         expert_choices: per token, layers x experts; 0 = they are not returned.
         takes_embeds: prompts may be embeddings instead of tokens.
+        embedding_scale: factor on rows of the embedding table.
         batch_encode: the texts of a request are tokenised several at a time.
         max_new_tokens: most tokens of an answer, whatever is asked; 0 = what fits.
         processors: logit processors that requests may name; None = none at all.
@@ -121,6 +122,7 @@ class Limits:
     hidden_states: bool = False
     expert_choices: int = 0
     takes_embeds: bool = True
+    embedding_scale: float = 1.0
     max_new_tokens: int = 0
     batch_encode: bool = False
     processors: tuple[str, ...] | None = None

@@ -316,6 +316,12 @@ _TELLING = (
         translate=(("warn", "warning"),),
     ),
     Flag(
+        "log-format",
+        "observe.whole_log_format",
+        "json = each line of the log is a JSON object, also from servers that it starts",
+        choices=("text", "json"),
+    ),
+    Flag(
         "log-level-http",
         "observe.http_level",
         "info or debug = one line for each HTTP request",

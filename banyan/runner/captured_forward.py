@@ -32,7 +32,7 @@ from banyan.platform.base import Graph
 from banyan.runner.attention import GroupView, StepGeometry
 from banyan.runner.batch import Batch
 from banyan.runner.forward import EagerForward, ForwardContext, is_sampled_plainly
-from banyan.runner.inputs import BoundStates, StepTensors, has_embedded
+from banyan.runner.inputs import BoundStates, StepTensors, takes_features
 from banyan.runner.multi_step import MultiStepRunner
 from banyan.runner.sampler import Sampled
 
@@ -196,6 +196,7 @@ class CapturedForward:
             positions=step.positions[:size],
             attention=self._attention.bind(geometry),
             states=BoundStates(self._store, geometry),
+            shifts=None if step.shifts is None else step.shifts[:size],
             previous_states=None if step.carried is None else step.carried[:size],
         )
         firsts, counts = self._row_spans[:, : self._cp_size * rows]
@@ -246,7 +247,7 @@ class CapturedForward:
     def run(self, batch: Batch) -> None:
         shape, count = self._shape_of(batch)
         self._is_replayed = bool(shape)
-        if shape and self._dp is not None and has_embedded(batch, self._table):
+        if shape and self._dp is not None and takes_features(batch, self._table):
             # The other replicas replay graphs: this one must bring as many rows as they expect.
             self._is_replayed = False
             self._agree_on(shape)
@@ -324,12 +325,12 @@ class CapturedForward:
             return self._shape_for(counts) if counts == outputs else 0, 1
         if batch.branches:
             return 0, 1
-        is_embedded = has_embedded(batch, self._table)
+        takes = takes_features(batch, self._table)
         if self._cp is not None:
-            is_decode = len(batch.last) == batch.written == len(batch.rows) and not is_embedded
+            is_decode = len(batch.last) == batch.written == len(batch.rows) and not takes
             return self._shape_for(self._cp.tokens.counts) if is_decode else 0, 1
         rows, tokens = len(batch.rows), int(batch.offsets[-1])
-        if len(batch.last) != tokens or not rows or is_embedded:
+        if len(batch.last) != tokens or not rows or takes:
             return 0, 1
         if tokens == rows:
             return self._shape_for([rows]), 1

@@ -65,6 +65,8 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
             shares=shares,
             branching=config.branching,
             has_adapters=build.adapters is not None,
+            takes_features=model.takes_features and not build.groups.stages.rank,
+            has_axes=model.model_config.media is not None and bool(model.model_config.media.axes),
         )
         return StepTensors(context.table, context.store, platform, build.device, sizes)
 

@@ -4,13 +4,13 @@ One pass over the rows, and one copy to the device.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.layers.step_inputs import AuxHiddenStates, InputEmbeddings, OutputTokens, StepInputs
+from banyan.layers.step_inputs import AuxHiddenStates, FeatureRows, OutputTokens, StepInputs
 from banyan.messages.plan import SAMPLE
 from banyan.ops.host_memory import copy_to
 from banyan.ops.lora import AdapterTokens
@@ -57,6 +57,8 @@ class StepSizes:
         shares: context parallel shares of a step; this rank computes one of them.
         branching: longest path of a draft tree; 0 = drafts are chains.
         has_adapters: the model that reads the inputs may have LoRA adapters.
+        takes_features: that model may take features in place of embeddings.
+        has_axes: its positions have axes (layers/rotary.py).
     """
 
     max_tokens: int
@@ -68,6 +70,8 @@ class StepSizes:
     shares: int = 1
     branching: int = 0
     has_adapters: bool = True
+    takes_features: bool = False
+    has_axes: bool = False
 
 
 class StepTensors:
@@ -125,13 +129,28 @@ class StepTensors:
         )
         slots = table.adapters if sizes.has_adapters else None
         self._adapters = None if slots is None else slots.new_step(max_tokens, max_outputs)
+        features = table.spans.features if sizes.takes_features else None
+        self.feature_rows: FeatureRows | None = None
+        self._has_features = False
+        """The last batch took features."""
+        if features is not None:
+            width = features.form.width
+            rows = torch.empty(max_tokens, features.form.whole, dtype=sizes.dtype, device=device)
+            where = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+            self.feature_rows = FeatureRows(where, rows, width)
+        self.shifts = None
+        if sizes.has_axes and table.spans.later is not None:
+            self.shifts = zeros(max_tokens, table.spans.later.shape[1], dtype=torch.int32)
         self._fill = self._gather
         if platform.traits.is_host:
             self._host = _HostViews(self, table)
             self._few = _FewViews(self._host)
             self._fill = self._fill_on_host
         self._is_plain = (
-            self._adapters is None and self.paths is None and self.rollback_checkpoints is None
+            self._adapters is None
+            and self.paths is None
+            and self.rollback_checkpoints is None
+            and self.shifts is None
         )
 
     def holds(self, batch: Batch) -> bool:
@@ -147,6 +166,21 @@ class StepTensors:
         """Enter a batch. With DP attention a batch without rows still runs the collectives."""
         self._fill(batch)
         self.carry(batch)
+        if self.feature_rows is not None:
+            self._take_features(batch, self.feature_rows)
+
+    def _take_features(self, batch: Batch, given: FeatureRows) -> None:
+        """Bring the features of the batch's places to where the step reads them."""
+        taken = self._table.spans.taken(batch.slots, batch.starts, batch.ends, batch.offsets)
+        if not taken and not self._has_features:
+            return
+        where = np.full(len(given.where), -1, np.int32)
+        for first, rows in taken:
+            last = first + len(rows)
+            given.rows[first:last] = rows
+            where[first:last] = np.arange(first, last)
+        given.where.copy_(torch.from_numpy(where))
+        self._has_features = bool(taken)
 
     def carry(self, batch: Batch) -> None:
         """Enter the extra inputs of a batch's tokens."""
@@ -171,6 +205,8 @@ class StepTensors:
             positions=self.positions,
             attention=attention.bind(geometry),
             states=BoundStates(self._store, geometry),
+            feature_rows=self.feature_rows,
+            shifts=self.shifts,
             previous_states=self.carried,
             aux_hidden_states=self._new_aux_hidden_states(),
             output_tokens=OutputTokens(self.chosen) if prunes else None,
@@ -203,11 +239,18 @@ class StepTensors:
             positions=self.positions[:tokens],
             attention=attention.bind(geometry),
             states=BoundStates(self._store, geometry),
-            input_embeddings=_input_embeddings(batch, self._table),
+            feature_rows=self._feature_rows_of(tokens),
+            shifts=None if self.shifts is None else self.shifts[:tokens],
             previous_states=None if self.carried is None else self.carried[:tokens],
             aux_hidden_states=self._new_aux_hidden_states(),
             output_tokens=self._output_tokens_of(batch) if prunes else None,
         )
+
+    def _feature_rows_of(self, tokens: int) -> FeatureRows | None:
+        given = self.feature_rows
+        if given is None or not self._has_features:
+            return None
+        return replace(given, where=given.where[:tokens])
 
     def _output_tokens_of(self, batch: Batch) -> OutputTokens:
         """The output tokens. Without outputs the first token: some devices cannot launch work on
@@ -262,6 +305,9 @@ class StepTensors:
             self._table.adapters.fill(self._adapters, slot_of, of_all)
         host.tokens[:num_tokens] = host.known_tokens[slot_of, positions]
         host.positions[:num_tokens] = batch.positions if batch.branches else positions
+        if self.shifts is not None:
+            lengths = (batch.counts, batch.offsets)
+            self._table.spans.fill_shifts(host.shifts, batch.slots, batch.starts, *lengths)
         if self.paths is not None:
             enter_paths(self.paths.numpy(), batch)
         if self.rollback_checkpoints is not None:
@@ -365,6 +411,7 @@ class StepTensors:
             self._place_branches(batch, slots, width)
             return
         self.place(slots[row_of], torch.arange(tokens, device=self._device) + first, slots, width)
+        self._shift(batch)
 
     def _place_branches(self, batch: Batch, slots: Tensor, longest: int) -> None:
         """As `place`, for a batch with draft trees. The host has verified the drafts before, so it
@@ -376,6 +423,17 @@ class StepTensors:
         self.place(slot_of, places, slots, longest)
         self.positions[: len(positions)] = positions
         self.to_positions[: len(batch.last)] = copy_to(batch.to_positions, self._device)
+        self._shift(batch)
+
+    def _shift(self, batch: Batch) -> None:
+        """Correct the shifts of rows that begin before the end of their prompt's last span. The
+        plan's starts of those are exact."""
+        if self.shifts is None or not self._table.spans.reaches(batch.slots, batch.starts):
+            return
+        shifts = np.zeros((int(batch.offsets[-1]), self.shifts.shape[1]), np.int32)
+        lengths = (batch.counts, batch.offsets)
+        self._table.spans.fill_shifts(shifts, batch.slots, batch.starts, *lengths)
+        self.shifts[: len(shifts)] = copy_to(torch.from_numpy(shifts), self._device)
 
     def _gather_share(self, batch: Batch, whole_step: WholeStep) -> None:
         """As `_gather`, for one context parallel share; its rows begin where the plan says."""
@@ -401,6 +459,7 @@ class StepTensors:
         self._enter_lengths(batch.offsets, batch.starts)
         self.place(slot_of, positions, slots, max(batch.ends.tolist(), default=0))
         self.locate_all(all_slots, all_positions)
+        self._shift(batch)
 
     def _enter_lengths(self, offsets: np.ndarray, starts: np.ndarray) -> None:
         """Lengths that kernels read on the host. Without drafts the plan's starts are exact, and a
@@ -422,6 +481,9 @@ class StepTensors:
         for index, layout in enumerate(self._groups):
             known, width = self._table.pages[index], layout.columns(longest)
             self.page_tables[index][:rows, :width] = known[slots, :width]
+        later = self._table.spans.later_on_device
+        if self.shifts is not None and later is not None:
+            self.shifts[:tokens] = later[slot_of]
         self._locate(slot_of, positions)
 
     def locate_all(self, slot_of: Tensor, positions: Tensor) -> None:
@@ -444,6 +506,7 @@ class _HostViews:
         self.tokens, self.positions = step.tokens.numpy(), step.positions.numpy()
         self.row_starts = step.row_starts.numpy()
         self.context_lengths = step.context_lengths.numpy()
+        self.shifts = np.zeros(0) if step.shifts is None else step.shifts.numpy()
         self.page_tables = [pages.numpy() for pages in step.page_tables]
         self.locations = [locations.numpy() for locations in step.locations]
         self.chosen = step.chosen.numpy()
@@ -467,31 +530,13 @@ class _FewViews:
         self.known_pages = [[slot.data for slot in pages] for pages in host.known_pages]
 
 
-def _input_embeddings(batch: Batch, table: SlotTable) -> InputEmbeddings | None:
-    """The tokens of a step whose inputs are embeddings; None = there are none."""
-    where, rows = [], []
-    for at, slot in enumerate(batch.slots.tolist() if table.embeds else ()):
-        given = table.embeds.get(slot)
-        if given is None or batch.starts[at] >= len(given):
-            continue
-        mine = given[batch.starts[at] : batch.ends[at]]
-        rows.append(mine)
-        where.append(np.arange(len(mine)) + batch.offsets[at])
-    if not rows:
-        return None
-    indices = torch.from_numpy(np.concatenate(where)).to(rows[0].device)
-    return InputEmbeddings(indices, torch.cat(rows))
-
-
-def has_embedded(batch: Batch, table: SlotTable) -> bool:
-    """Whether a row of the batch begins within a prompt of embeddings; the same on all ranks."""
-    embeds, where = table.embeds, (batch.slots, batch.starts)
-    if embeds and batch.whole_step is not None:
+def takes_features(batch: Batch, table: SlotTable) -> bool:
+    """Whether a row of the batch begins before the end of the last span of its prompt; the same on
+    all ranks."""
+    where = (batch.slots, batch.starts)
+    if batch.whole_step is not None:
         where = (batch.whole_step.slots, batch.whole_step.positions)
-    return any(
-        slot in embeds and start < len(embeds[slot])
-        for slot, start in zip(*(array.tolist() for array in where), strict=True)
-    )
+    return table.spans.reaches(*where)
 
 
 def enter_paths(paths: np.ndarray, batch: Batch) -> None:

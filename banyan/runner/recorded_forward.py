@@ -19,7 +19,7 @@ from banyan.runner.forward import (
     places_among,
     shared_sizes,
 )
-from banyan.runner.inputs import StepTensors, has_embedded
+from banyan.runner.inputs import StepTensors
 from banyan.runner.multi_step import MultiStep, MultiStepRunner
 from banyan.runner.sampler import Sampled
 
@@ -30,8 +30,8 @@ _NOWHERE = 0
 class RecordedForward:
     """Replays the model on the host.
 
-    These steps go to `eager`: more tokens or rows than were recorded, prompts of embeddings (the
-    recording reads token ids), and with output-token pruning steps that need other hidden states.
+    These steps go to `eager`: more tokens or rows than were recorded, and with output-token pruning
+    steps that need other hidden states.
 
     With output-token pruning the recording runs everything after the last attention layer on the
     outputs only. It runs that part again when logits of other tokens are needed.
@@ -152,7 +152,7 @@ class RecordedForward:
             is_output = len(batch.last) == batch.offsets[-1]  # every token is an output
             if not is_output or batch.wanted & SCORE:
                 return True
-        return bool(self._table.embeds) and has_embedded(batch, self._table)
+        return False
 
     def _enter_outputs(self, batch: Batch, count: int, is_scored: bool) -> None:
         """Decide whether the recorded sampler samples, and enter the slots it writes to."""
@@ -172,7 +172,7 @@ class RecordedForward:
         is_plain = not batch.wanted & SCORE and is_sampled_plainly(batch, self._table)
         if self.multi_steps is None or self.on_op_times is not None or not is_plain:
             return None
-        if not self._inputs.holds(batch) or has_embedded(batch, self._table):
+        if not self._inputs.holds(batch):
             return None
         self._inputs.fill(batch)
         self._is_eager, self._is_ready, self._is_sampled = False, True, True

@@ -53,6 +53,7 @@ from banyan.runner.attention import BACKENDS
 from banyan.runner.batch import Batch, histories
 from banyan.runner.choose_forward import open_forward
 from banyan.runner.draft_trees import Compaction, branches_of
+from banyan.runner.features import Features, SpanTable, form_of
 from banyan.runner.kvstore import KVStore
 from banyan.runner.logprobs import CHUNK_ELEMENTS, ScoredPositions, StepScores
 from banyan.runner.multi_step import MultiStep
@@ -123,6 +124,12 @@ class ModelRunner:
             adapters=adapters,
             multi_steps=config.multi_step > 1,
         )
+        self._features: Features | None = None
+        if model.takes_features:
+            is_alone = self._ranks.size == 1
+            stages = build.groups.stages
+            self._features = Features(form_of(model), build.dtype, device, stages, is_alone)
+            self._table.spans = SpanTable(config.max_slots + 1, device, self._features)
         # The draft model's layers follow the model's in the same pages, so one lease, one radix
         # tree and one store hold both.
         draft_caches = [] if draft is None else draft.model.caches
@@ -191,6 +198,8 @@ class ModelRunner:
         """
         self.platform.synchronize()
         self.model: Model | None = model
+        if self._features is not None:
+            self._features.tower = model.tower
         if not opens:
             return
         model_config = self._model_config
@@ -233,6 +242,7 @@ class ModelRunner:
             text=self._pooler is None,
             vectors=self._pooler is not None,
             hidden=True,
+            features=self._features is not None,
             multi_steps=self._forward.is_recorded
             and self._pooler is None
             and self._drafting is None
@@ -305,6 +315,7 @@ class ModelRunner:
         table.join(plan.joins)
         table.grant(plan.grants)
         self.store.copy(plan.copies, "before")
+        spoilt = [] if self._features is None else self._features.enter(plan)
         if self._drafting is not None:
             self._drafting.enter(plan)
         batch, failed = self._build_batch(plan.rows, plan.steps > 1)
@@ -313,11 +324,12 @@ class ModelRunner:
         marks.end("enter", step=plan.step)
         # With DP attention a replica without rows still runs the other replicas' collectives.
         if not batch.rows and not plan.replica_loads:
-            return BegunStep(plan, batch, failed)
+            return BegunStep(plan, batch, failed, spoilt)
         if receive is not None:
             batch = replace(batch, carried=receive(batch))
         multi_step, watch = self._run(batch, plan), self._build.watch
-        return BegunStep(plan, batch, failed, multi_step, None if watch is None else watch.chosen)
+        chosen = None if watch is None else watch.chosen
+        return BegunStep(plan, batch, failed, spoilt, multi_step, chosen)
 
     def end(self, begun: BegunStep, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         """Sample, verify drafts and read out other outputs; returns a function that waits for the

@@ -70,6 +70,7 @@ class Abilities:
         vectors: rows are pooled into embeddings.
         hidden: rows report their hidden states.
         multi_steps: a plan may hold several decode steps.
+        features: joins may have spans.
     """
 
     groups: tuple[str, ...]
@@ -83,3 +84,4 @@ class Abilities:
     vectors: bool
     hidden: bool
     multi_steps: bool
+    features: bool = False

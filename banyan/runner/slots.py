@@ -17,6 +17,7 @@ from banyan.lora.slots import AdapterSlots
 from banyan.messages.plan import Join, PageGrant, Row
 from banyan.ops.host_memory import copy_to
 from banyan.ops.sampling import PARAMS, params_tensor
+from banyan.runner.features import SpanTable
 from banyan.runner.kvstore import GroupLayout, zeros
 
 _UNKNOWN = -1
@@ -83,8 +84,8 @@ class SlotTable:
         self._params = params_tensor(self.params)
         self.device_params = self._params.to(device)
         """[slots, bytes] uint8: `params` on the device; the same memory on a host device."""
-        self.embeds: dict[int, Tensor] = {}
-        """Slot -> [prompt_len, hidden] fp32, for prompts given as embeddings."""
+        self.spans = SpanTable(slots, device)
+        """Places that take features; ModelRunner replaces it when its model takes any."""
         self.processed: dict[int, str] = {}
         """Slot -> the logit processor that its request names."""
         self.edited: set[int] = set()
@@ -106,7 +107,7 @@ class SlotTable:
         for slot in leaves:
             self._joins.pop(slot, None)
             self._refused.pop(slot, None)
-            self.embeds.pop(slot, None)
+            self.spans.leave(slot)
             self.processed.pop(slot, None)
             self.edited.discard(slot)
             self._drop_drafts(slot)
@@ -138,11 +139,9 @@ class SlotTable:
         sampling = join.sampling
         for ids in (join.score_ids, sampling.stop_ids, sampling.logit_bias):
             self._check_ids(ids)
-        self._write(join.slot, 0, tokens)
+        self._write(join.slot, 0, self.spans.join(join, tokens))
         if self.adapters is not None:
             self.adapters.enter(join.slot, join.adapter)
-        if join.embeds:
-            self.embeds[join.slot] = self._rows_of(join)
         if sampling.processor:
             self.processed[join.slot] = sampling.processor
         if sampling.logit_bias or sampling.min_new_tokens:
@@ -169,14 +168,6 @@ class SlotTable:
         self._reached[join.slot] = _UNKNOWN
         if self.device_params is not self._params:
             self.device_params[join.slot] = copy_to(self._params[join.slot], self._device)
-
-    def _rows_of(self, join: Join) -> Tensor:
-        values = torch.frombuffer(bytearray(join.embeds), dtype=torch.float32)
-        if not join.prompt_len or len(values) % join.prompt_len:
-            raise RowError(
-                f"{len(values)} values are not the embeddings of {join.prompt_len} tokens"
-            )
-        return copy_to(values.view(join.prompt_len, -1), self._device)
 
     def grant(self, grants: list[PageGrant]) -> None:
         """Enter pages into the tables, one write per group."""
@@ -226,6 +217,8 @@ class SlotTable:
             raise RowError(f"the row runs to position {end - 1}; tokens are known below {known}")
         if samples and end - row.drafts != known:
             raise RowError(f"the row would sample position {end}, whose token is known already")
+        if (problem := self.spans.problem(row)) is not None:
+            raise RowError(problem)
         if row.drafts and self._is_drafting:
             self._write(slot, known, np.array(self.drafts[slot][: row.drafts], np.int32))
         for group, layout in enumerate(self._groups):

@@ -6,7 +6,7 @@ BegunStep → (sampling) → StepOutputs → `build_result` → StepResult, whic
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -19,6 +19,7 @@ from banyan.messages.plan import (
     HIDDEN,
     POOL,
     CopyResult,
+    PieceFailure,
     RowFailure,
     RowScores,
     StepPlan,
@@ -44,12 +45,14 @@ class BegunStep:
 
     Attributes:
         failed: index in the plan -> why this row could not run.
+        spoilt: contents that could not become features.
         chosen: experts that the tokens chose in these layers; None = not recorded.
     """
 
     plan: StepPlan
     batch: Batch
     failed: dict[int, str]
+    spoilt: list[PieceFailure] = field(default_factory=list[PieceFailure])
     multi_step: MultiStep | None = None
     chosen: np.ndarray | None = None
 
@@ -197,6 +200,7 @@ def build_result(
         draft_seconds=0.0 if verified is None else verified.seconds,
         vectors=pooled,
         hidden=states,
+        spoilt=begun.spoilt,
     )
 
 
@@ -259,6 +263,7 @@ class LaunchedStep:
             hidden=result.hidden,
             draft_seconds=result.draft_seconds,
             parents=result.parents,
+            spoilt=result.spoilt,
         )
 
     def copies(self) -> CopyResult | None:

@@ -31,6 +31,7 @@ from banyan.messages.control_ops import (
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
+from banyan.models.decoder import DecoderLM
 from banyan.models.dflash import DFlashLM
 from banyan.models.eagle import Eagle3LM, EagleLM
 from banyan.models.mtp import MTPModel
@@ -41,7 +42,7 @@ from banyan.models.weights.draft_models import (
     load_mtp_layer,
     restrict_head,
 )
-from banyan.models.weights.loader import load_model, rows_of, tensors_of
+from banyan.models.weights.loader import load_model, load_tower, rows_of, tensors_of
 from banyan.models.weights.reader import Transform, files_state_of, load_transforms
 from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.api import Ops
@@ -93,6 +94,15 @@ def load_weights(
         blocks.settle(model)
     if build.adapters is not None:
         enable_lora(model, build.adapters, build.ops)
+    if model_config.media is not None and build.groups.stages.rank == 0:
+        assert isinstance(model, DecoderLM), "only decoders take features"
+        model.tower = load_tower(
+            model_config,
+            build,
+            config.load_format,
+            is_mapped=not config.disable_mmap,
+            transforms=transforms_of(config, model_config),
+        )
     if config.is_watched:
         from banyan.runner.hooks import watch_layers
 

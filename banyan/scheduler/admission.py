@@ -16,6 +16,7 @@ from banyan.messages.requests import Generate
 from banyan.scheduler.budget import NewTokenRatio, SchedulerLimits
 from banyan.scheduler.request import Request
 from banyan.scheduler.request_table import RequestTable
+from banyan.scheduler.spans import last_end
 
 
 def check_request(
@@ -162,7 +163,11 @@ def prefix_limit(request: Request) -> int:
 
 def prefix_of(request: Request, cache: KVCache) -> Match:
     """Longest cached prefix that the request may use."""
-    return cache.probe(request.namespace, request.tokens, prefix_limit(request))
+    match = cache.probe(request.namespace, request.tokens, prefix_limit(request))
+    spans = request.generate.spans
+    while spans and (end := last_end(spans, match.tokens)) < match.tokens:
+        match = cache.probe(request.namespace, request.tokens, end)
+    return match
 
 
 def explain_miss(request: Request, cache: KVCache, match: Match) -> Miss:

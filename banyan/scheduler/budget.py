@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from banyan.scheduler.request import Request
+from banyan.scheduler.spans import ContentLimits
 
 DRAFT_BUDGET = 64
 """Drafts that one step verifies at most: beyond this every further token makes a step slower."""
@@ -94,6 +95,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
         draft_budget: drafts per step, over all rows.
         multi_step: decode steps per plan (`choose_steps`).
         micro_batch: rows per step with pipeline stages; 0 = running requests divided by stages.
+        content: features of prompts that are given by content.
         attention_ratio: work of attending to one position, relative to the rest of a token's work;
             later chunks of a prompt shrink, so that all take the same time. 0 = they do not.
     """
@@ -120,6 +122,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
     draft_budget: int = msgspec.field(name="draft_room", default=DRAFT_BUDGET)
     multi_step: int = msgspec.field(name="burst", default=1)
     micro_batch: int = 0
+    content: ContentLimits = ContentLimits()
     attention_ratio: float = 0.0
 
     def chunk_at(self, start: int) -> int:

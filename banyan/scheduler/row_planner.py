@@ -12,6 +12,7 @@ from banyan.messages.plan import EXPERTS, HIDDEN, POOL, SAMPLE, SCORE, Mask, Row
 from banyan.scheduler.budget import SchedulerLimits
 from banyan.scheduler.request import Flight, Request
 from banyan.scheduler.request_table import RequestTable
+from banyan.scheduler.spans import SpanContents
 from banyan.scheduler.speculation import Speculation
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 
@@ -28,8 +29,15 @@ class RowPlanner:
     """Adds rows to a plan, with their pages, masks and copies."""
 
     def __init__(
-        self, cache: KVCache, limits: SchedulerLimits, speculation: Speculation | None = None
+        self,
+        cache: KVCache,
+        limits: SchedulerLimits,
+        request_table: RequestTable,
+        contents: SpanContents,
+        speculation: Speculation | None = None,
     ) -> None:
+        self._request_table = request_table
+        self._contents = contents
         self._cache = cache
         self._limits = limits
         self._speculation = speculation
@@ -92,6 +100,9 @@ class RowPlanner:
             builder.draft_budget -= drafts if builder.steps == 1 else 0
         else:
             builder.spend(count)
+            if request.generate.spans:
+                self._contents.on_row(request, start, end, builder.step)
+                self._prepare(request, end, builder)
         return Planned.ROW
 
     def _extent(self, request: Request, builder: StepPlanBuilder) -> tuple[int, int]:
@@ -114,11 +125,22 @@ class RowPlanner:
         if request.is_decoding:
             drafts = 0 if checkpoint else self._drafts(request, pending, builder)
             return 1 + drafts, drafts
+        if request.generate.spans and self._contents.reach(request, start, known) < known:
+            is_whole = self._limits.whole_prompts
+            if is_whole or self._contents.reach(request, start, start + 1) == start:
+                self._prepare(request, start, builder)
+            if is_whole and self._contents.reach(request, start, known) < known:
+                return 0, 0
         count = max(0, min(known - start, builder.budget, self._limits.chunk_at(start)))
+        if count and request.generate.spans:
+            count = self._contents.reach(request, start, start + count) - start
         if self._limits.whole_prompts and count < known - start:
             is_first = builder.budget == self._limits.chunk_tokens
             return (known - start, 0) if is_first else (0, 0)
         return min(count, checkpoint - start) if checkpoint else count, 0
+
+    def _prepare(self, request: Request, start: int, builder: StepPlanBuilder) -> None:
+        self._contents.prepare(request, start, builder, self._request_table.running)
 
     def _drafts(self, request: Request, pending: int, builder: StepPlanBuilder) -> int:
         """Drafts that the next row verifies; in a multi-step plan, its further decode steps."""

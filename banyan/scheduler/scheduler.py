@@ -33,6 +33,7 @@ from banyan.scheduler.request import RUNNING, Flight, Request
 from banyan.scheduler.request_table import RequestTable
 from banyan.scheduler.row_planner import Planned, RowPlanner, choose_steps
 from banyan.scheduler.schedule_policy import FairQueue, SchedulePolicy
+from banyan.scheduler.spans import SpanContents
 from banyan.scheduler.speculation import Speculation
 from banyan.scheduler.step_plan_builder import StepPlanBuilder
 
@@ -70,8 +71,7 @@ class Scheduler:
         """Rows in flight, by step."""
         self.store_fetcher = StoreFetcher(cache)
         self.disaggregation = disaggregation_side(role, cache, limits.chunk_tokens)
-        if self.disaggregation is not None:
-            self.request_table.on_end = self.disaggregation.on_ended
+        self.request_table.on_end = self._on_end
         self.speculation: Speculation | None = None
         if limits.drafts:
             self.speculation = Speculation(
@@ -89,7 +89,10 @@ class Scheduler:
         self._admission = Admission(cache, limits, self._ratio)
         has_stages = limits.token_gap > 0 or limits.micro_batch > 0
         self._micro_batches = MicroBatches(limits) if has_stages else None
-        self._planner = RowPlanner(cache, limits, self.speculation)
+        self.contents = SpanContents(limits.content, limits.chunk_tokens, limits.whole_prompts)
+        self._planner = RowPlanner(
+            cache, limits, self.request_table, self.contents, self.speculation
+        )
         self._outputs = OutputProcessor(
             cache, self.request_table, self.disaggregation, limits.depth
         )
@@ -103,6 +106,8 @@ class Scheduler:
         """Queue a request, or refuse it with an event."""
         try:
             check_request(generate, self.request_table, self.cache, self.limits, self.adapters)
+            if generate.spans or generate.contents:
+                self.contents.check(generate)
             if self.adapters is not None:
                 generate = self.adapters.received(generate)
             if self.disaggregation is not None:
@@ -111,6 +116,7 @@ class Scheduler:
         except RequestError as error:
             if self.disaggregation is not None:
                 self.disaggregation.on_refused(generate)
+            self.contents.refuse(generate)
             self.request_table.refuse(generate.request, error.status, str(error), error.code)
             return
         self._arrivals += 1
@@ -127,6 +133,7 @@ class Scheduler:
         )
         self._fair_queue.join(request, self.request_table.alive)
         self.request_table.add(request)
+        self.contents.add(request)
         has_prompt_elsewhere = self._is_decode and bool(generate.transfer_id)
         if self.cache.tier is not None and not has_prompt_elsewhere:
             self.store_fetcher.look_up(request, now)
@@ -165,6 +172,11 @@ class Scheduler:
         elif isinstance(event, TransferFailed):
             self.request_table.fail(request, event.status, event.text, event.code)
 
+    def _on_end(self, request: Request) -> None:
+        self.contents.drop(request)
+        if self.disaggregation is not None:
+            self.disaggregation.on_ended(request)
+
     def flush(self, keeps_pins: bool = False) -> bool:
         """Empty the cache; False (and only pins dropped) while requests hold pages."""
         if not keeps_pins:
@@ -182,6 +194,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError when a page, slot or request is counted wrongly."""
         self.request_table.check()
+        self.contents.check_counts(self.request_table.alive)
         if self.adapters is not None:
             self.adapters.check()
 
@@ -219,6 +232,7 @@ class Scheduler:
         if cache.peers is not None:
             builder.copies[:0] = cache.peers.take_copies()
         if builder.has_work:
+            builder.forget, self.contents.forgotten = self.contents.forgotten, []
             table.slots.leaves = []
             self.flights[step] = builder.flights
             self.counters.steps += 1
@@ -236,6 +250,11 @@ class Scheduler:
         if result.error:
             self._fail_step(result, flights)
             return
+        for spoilt in result.spoilt:
+            for request in self.contents.spoil(spoilt.content):
+                self.request_table.fail(
+                    request, spoilt.status, f"The request failed: {spoilt.text}"
+                )
         for failure in result.failed:
             self._fail_row(flights[failure.row], failure)
         self.cache.settle(result.step)
@@ -383,6 +402,8 @@ class Scheduler:
             is_full = builder.budget <= 0 or (batches is not None and batches.is_full(builder))
             if is_full or not table.slots.free:
                 return
+            if not self._has_features(request, builder):
+                continue
             while not self._enter(request, builder, reserved):
                 if table.running or not self.cache.pins.evict_one():
                     return
@@ -422,7 +443,7 @@ class Scheduler:
                 score_top=generate.score_top,
                 score_ids=generate.score_ids,
                 adapter=0 if self.adapters is None else self.adapters.enter(request),
-                embeds=generate.embeds,
+                spans=self.contents.placed(request),
                 namespace=generate.namespace if self.limits.drafts else b"",
             )
         )
@@ -435,6 +456,18 @@ class Scheduler:
             self.counters.cached_tokens += match.tokens
             self.counters.stored_tokens += stats.stored_tokens
         return True
+
+    def _has_features(self, request: Request, builder: StepPlanBuilder) -> bool:
+        """Whether its first row can run; plans the work for its features otherwise."""
+        if not request.generate.spans:
+            return True
+        start, running = prefix_of(request, self.cache).tokens, self.request_table.running
+        is_whole = self.limits.whole_prompts
+        first = request.known if is_whole else start + 1
+        if self.contents.reach(request, start, first) < first:
+            self.contents.prepare(request, start, builder, running)
+        reached = self.contents.reach(request, start, first)
+        return reached == first if is_whole else reached > start and builder.budget > 0
 
     def _is_blocked(self, request: Request) -> bool:
         """Whether it waits for its adapter, for the store, or for its KV transfer."""
@@ -480,6 +513,7 @@ class Scheduler:
             for request in alive:
                 request.is_suspect = self._has_suspects = True
         self._drop_promises(result.step, "")
+        self.contents.forget_since(result.step)
         self.cache.settle(result.step)
         for request in list(self.request_table.running):
             self.request_table.recompute(request)

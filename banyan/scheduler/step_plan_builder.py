@@ -7,8 +7,10 @@ from banyan.messages.plan import (
     SCORE,
     Join,
     Mask,
+    NewContent,
     PageCopy,
     PageGrant,
+    Piece,
     Row,
     StepLoad,
     StepPlan,
@@ -44,6 +46,9 @@ class StepPlanBuilder:
         self.rows: list[Row] = []
         self.masks: list[Mask] = []
         self.control_ops: list[ControlOp] = []
+        self.forget: list[int] = []
+        self.contents: list[NewContent] = []
+        self.pieces: list[Piece] = []
         self.flights: list[Flight] = []
         self.budget = chunk_tokens
         """Prompt tokens left."""
@@ -64,7 +69,7 @@ class StepPlanBuilder:
     @property
     def has_work(self) -> bool:
         """Leaves, joins and grants alone can wait for the next plan with rows."""
-        return bool(self.rows or self.copies or self.control_ops)
+        return bool(self.rows or self.copies or self.control_ops or self.pieces)
 
     def spend(self, tokens: int) -> None:
         """Account for a row of `tokens` prompt tokens."""
@@ -94,6 +99,9 @@ class StepPlanBuilder:
             replica_loads=loads,
             control_ops=self.control_ops,
             steps=self.steps if self.rows else 1,
+            forget=self.forget,
+            contents=self.contents,
+            pieces=self.pieces,
             report_every=self.report_every if self.rows and self.steps > 1 else 0,
         )
 

@@ -336,6 +336,7 @@ async def _send(state: ServerState, line: BatchLine) -> _Reply:
     )
     reply.id, reply.warnings = exchange.context.id, exchange.context.warnings
     exchange.context.tenant = line.tenant
+    exchange.context.key_name = state.keys.name_of(line.tenant)
     CALLER.set(line.tenant)
     exchange.request.body = json.dumps(_body(state, line, exchange)).encode()
     try:

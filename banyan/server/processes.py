@@ -248,7 +248,8 @@ def main() -> None:
 
 def _read_process_spec() -> ProcessSpec:
     process_spec = ProcessSpec.decode(read_process_spec())
-    start_logging(process_spec.process_name, process_spec.config.observe.log_level)
+    observe = process_spec.config.observe
+    start_logging(process_spec.process_name, observe.log_level, observe.logs_json)
     return process_spec
 
 

@@ -23,6 +23,7 @@ from banyan.messages.plan import StepLoad
 from banyan.runner.runner_config import Abilities
 from banyan.scheduler.budget import Priorities, SchedulerLimits
 from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
+from banyan.scheduler.spans import ContentLimits
 from tests.border.faults import Faults
 from tests.border.laws import Device
 from tests.border.oracle import HashGrammar
@@ -75,6 +76,9 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
         ),
     )
     groups = tuple(_groups(random, kind, scale))
+    if abilities.features:
+        seed = limits.max_running * groups[0].num_pages + depth  # other draws stay what they were
+        limits = replace(limits, content=_content_limits(Random(seed)))
     core = CoreSpec(
         groups=groups,
         limits=limits,
@@ -119,6 +123,16 @@ def with_peer(world: World) -> World:
     core = replace(world.core, groups=groups, role=DECODE)
     device = dataclasses.replace(world.device, groups=groups)
     return dataclasses.replace(world, core=core, device=device, has_hidden=False)
+
+
+def _content_limits(random: Random) -> ContentLimits:
+    return ContentLimits(
+        pool_rows=random.choice((9, 12, 20, 100)),
+        blocks=random.choice((1, 3, 8)),
+        patch_work=random.choice((0, 1, 2)),
+        pair_work=random.choice((0, 1)),
+        token_work=random.choice((1, 4)),
+    )
 
 
 def _groups(random: Random, kind: str, scale: int) -> list[CacheGroup]:

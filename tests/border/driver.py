@@ -193,7 +193,8 @@ class Play:
 
     def _next_turn(self, random: Random) -> list[int]:
         """Now and then, what somebody has asked and got, and a little more."""
-        ended = [client for client in self.clients.values() if client.end is not None]
+        clients = self.clients.values()
+        ended = [c for c in clients if c.end is not None and not c.answer.generate.spans]
         if not ended or random.random() < 0.8:
             return []
         client = random.choice(ended)

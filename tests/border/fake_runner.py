@@ -10,6 +10,7 @@ A plan takes effect in two moments: `launch` checks it as far as the engine coul
 
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable
 from random import Random
 
 import msgspec
@@ -45,12 +46,16 @@ from banyan.messages.plan import (
     StepResult,
 )
 from banyan.runner.runner_config import Abilities
+from banyan.scheduler.spans import ContentLimits
 from tests.border import oracle
+from tests.border.fake_features import FakeFeatures
 from tests.border.fake_memory import Content, Poison, Slot, Stored
 from tests.border.faults import Faults
 from tests.border.laws import Device, Launched, Laws, require
 from tests.border.peer import FakePeer
 
+Answers = Callable[[], list[oracle.Answer]]
+"""Of the requests that are alive."""
 ABILITIES = Abilities(
     groups=(FULL, WINDOW, STATE),
     copies=True,
@@ -63,6 +68,7 @@ ABILITIES = Abilities(
     vectors=True,
     hidden=True,
     multi_steps=True,
+    features=True,
 )
 
 
@@ -105,7 +111,17 @@ class FakeRunner:
         self._moving: list[tuple[PageCopy, list[Content]]] = []
         """Copies to the store with what they bring, and from it with nothing."""
         self._lookups: deque[Lookup] = deque()
+        self.features = FakeFeatures(ContentLimits(), lambda: self.chance("row"), self._blame)
+        self.answers: Answers = list
         self.peer = FakePeer(common_block_size(device.groups), random, self.failed_seeds, self.seen)
+
+    def _blame(self, digest: bytes) -> None:
+        """A content has failed: whoever has it may fail."""
+        self.laws.seen["failed contents"] += 1
+        for answer in self.answers():
+            generate = answer.generate
+            if any(content.digest == digest for content in generate.contents):
+                self.failed_seeds.add(generate.sampling.seed)
 
     # -- what the driver calls ----------------------------------------------------------------
 
@@ -259,6 +275,7 @@ class Execution:
                 self._begin_move(copy)
             elif copy.when == "before":
                 self._copy(copy)
+        spoilt = self.runner.features.enter(self.plan, self.is_broken)
         pairs = list(zip(self.plan.rows, self._slots(), strict=True))
         if self.plan.steps > 1:
             self._foresee(pairs)
@@ -269,7 +286,7 @@ class Execution:
         for copy in self.plan.copies:
             if copy.when == "after" and copy.is_on_device:
                 self._copy(copy)
-        return msgspec.structs.replace(result, replies=replies)
+        return msgspec.structs.replace(result, replies=replies, spoilt=spoilt)
 
     def _foresee(self, pairs: list[tuple[Row, Slot]]) -> None:
         """How many steps of the burst will run, and what rows sample in all but the last."""
@@ -358,6 +375,7 @@ class Execution:
         start = self._true_start(where, row, slot, self.launched.slack[index])
         self.starts.append(start)
         self.tainted.append(slot.poison)
+        self._read_features(where, index, row, slot)
         drafts = slot.drafts[: row.drafts]
         hashes = list(slot.hashes[start + 1 : start + 1 + row.count - row.drafts])
         for draft in drafts:
@@ -376,6 +394,20 @@ class Execution:
                     self._use(g, page, slot.life, is_write=True)
                 content = self.runner._pages[g].setdefault(page, [None] * size)
                 content[position % size] = values[position - start]
+
+    def _read_features(self, where: str, index: int, row: Row, slot: Slot) -> None:
+        if not slot.join.spans or slot.poison is not None:
+            return
+        start = self.starts[index]
+        found = self.runner.features.read(where, row, start, slot.join.placed)
+        self.laws.seen["rows over spans"] += start < slot.join.prompt_len
+        if found is None:
+            self.broken_rows[index] = "content"
+            self.runner.failed_seeds.add(slot.join.sampling.seed)
+        elif found:
+            known = self.launched.completed_before >= found
+            require(not known, f"{where}: reads features that step {found} has spoiled")
+            self.tainted[index] = Poison(found)
 
     def _read_all(self, pairs: list[tuple[Row, Slot]]) -> None:
         """Whoever reads spoiled pages spoils its own, also for other rows of the step."""

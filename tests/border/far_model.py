@@ -38,6 +38,8 @@ class FarModel:
     """
 
     prunes_to_outputs = False
+    takes_features = False
+    tower = None
 
     def __init__(
         self,

@@ -51,6 +51,8 @@ class FaultyModel:
         self.model_config = model.model_config
         self.caches = model.caches
         self.prunes_to_outputs = model.prunes_to_outputs
+        self.takes_features = model.takes_features
+        self.tower = model.tower
         self.logits = model.logits
         self.classify = model.classify
         self._model = model

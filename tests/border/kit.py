@@ -1,5 +1,6 @@
 """What the driver needs of the runner under test: the seam between one kit and several runners."""
 
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -19,6 +20,7 @@ from banyan.messages.plan import (
 )
 from banyan.messages.requests import Generate
 from tests.border.build import World, random_world, with_peer, with_store
+from tests.border.fake_features import random_spans
 from tests.border.fake_memory import Stored
 from tests.border.fake_runner import ABILITIES, FakeRunner
 from tests.border.oracle import Answer, HashStory, Story
@@ -113,15 +115,25 @@ class FakeKit:
     ) -> Runner:
         rules = world.core.store
         has_store = rules is None or rules.is_attached
-        return FakeRunner(
+        runner = FakeRunner(
             *(world.device, world.faults, random, namespaces, self._stored, has_store)
         )
+        runner.features.limits, runner.answers = world.core.limits.content, answers
+        return runner
 
     def story(self, generate: Generate, world: World) -> Story:
         return HashStory(generate)
 
     def adapt(self, random: Random, world: World, generate: Generate) -> Generate:
-        return generate
+        """Some prompts are given by content in part; often alike, so that prefixes are found."""
+        limits = world.core.limits
+        if not limits.content.pool_rows or random.random() < 0.6:
+            return generate
+        alike, prompt = Random(random.randrange(6)), list(array("i", generate.tokens))
+        chunk = limits.chunk_tokens
+        prompt, spans, contents = random_spans(alike, prompt, limits.content, chunk)
+        tokens = array("i", prompt).tobytes()
+        return replace(generate, tokens=tokens, spans=spans, contents=contents)
 
 
 class PeerKit(FakeKit):
@@ -144,11 +156,13 @@ class PeerKit(FakeKit):
         answers: Answers,
     ) -> Runner:
         self._runner = FakeRunner(world.device, world.faults, random, namespaces)
+        self._runner.features.limits, self._runner.answers = world.core.limits.content, answers
         return self._runner
 
     def adapt(self, random: Random, world: World, generate: Generate) -> Generate:
         """Most requests have a room."""
         assert self._runner is not None
+        generate = super().adapt(random, world, generate)
         if generate.pool or random.random() < 0.2:
             return generate
         self._rooms += 1

@@ -89,6 +89,11 @@ class Launched:
         return f"step {self.plan.step} row {index} (slot {self.plan.rows[index].slot})"
 
 
+def _counts(plan: StepPlan) -> bool:
+    """Whether a plan counts towards the depth."""
+    return bool(plan.rows or plan.pieces or plan.replica_loads)
+
+
 class Laws:
     """
     Args:
@@ -123,8 +128,8 @@ class Laws:
     def launch(self, plan: StepPlan) -> Launched:
         """Take a plan and check what can be seen without executing it."""
         require(plan.step > self._launched, f"step {plan.step} after step {self._launched}")
-        counting = sum(bool(x.plan.rows or x.plan.replica_loads) for x in self.queue)
-        if plan.rows or plan.replica_loads:
+        counting = sum(_counts(x.plan) for x in self.queue)
+        if _counts(plan):
             require(counting < self.device.depth, f"{counting} steps in flight, one more launched")
         self._launch_orders(plan)
         self._launched = plan.step

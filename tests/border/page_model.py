@@ -70,6 +70,8 @@ class PageModel:
     """
 
     prunes_to_outputs = True
+    takes_features = False
+    tower = None
 
     def __init__(
         self,

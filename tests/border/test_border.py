@@ -18,6 +18,8 @@ ACTIONS_PER_WORLD = 250
 MOST = 100_000
 """Actions after which everything has happened."""
 MUST_HAPPEN = (
+    "rows over spans",
+    "failed contents",
     "ReleaseMemory",
     "ResumeMemory",
     "StopProfile",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from banyan.base.errors import ConfigError
 from banyan.cli.bench import progress_bar
 from banyan.cli.main import main
 from tests.bench.scripted import Answer, Script, Scripted, scripted_server, whole
@@ -150,6 +151,8 @@ def test_where_there_is_no_terminal_progress_is_a_line_now_and_then(
 
 
 def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 0
+    assert main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("serving", "batch", "throughput"))
+    assert all(name in out for name in ("serving", "batch", "throughput", "eval"))
+    assert main(["bench"]) == ConfigError.exit_code
+    assert capsys.readouterr().err == out

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from banyan.base import torch_parts
+from banyan.cli.main import VERBS
 
 
 def banyan(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -49,6 +50,17 @@ def test_help_and_refusals_load_nothing_heavy(words: list[str]) -> None:
     assert not loaded & {"torch", "numpy", "fastapi", "uvicorn", "transformers", "tokenizers"}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["models"], ["plan", "demo"], ["config", "demo"], ["doctor"], ["list"], ["--version"]],
+    ids=lambda words: words[0],
+)
+def test_what_only_shows_facts_does_without_torch(words: list[str]) -> None:
+    loaded = modules_after(f"__import__('banyan.cli.main').cli.main.main({words!r})")
+    assert VERBS._entries[words[0].removeprefix("--")].partition(":")[0] in loaded
+    assert not loaded & {"torch", "numpy", "transformers"}
+
+
 def test_the_server_process_computes_nothing_so_it_loads_nothing_for_that() -> None:
     loaded = modules_after(
         "import banyan.server.processes, banyan.config.prepare, banyan.server.lifecycle.serve"
@@ -66,7 +78,10 @@ def test_an_engine_loads_torch_without_what_serving_does_not_use() -> None:
 @pytest.mark.parametrize(
     ("words", "code", "culprit"),
     [
-        (["sreve"], 2, "'sreve'"),
+        (["sreve"], 2, "'sreve'. Did you mean banyan serve?"),
+        (["\x1b[2J"], 2, "See banyan --help"),
+        (["batch"], 2, "Write: banyan batch IN.jsonl OUT.jsonl"),
+        (["lora"], 2, "Write: banyan lora inspect PATH"),
         (["serve", "--prot", "1"], 2, "--port"),
         (["serve", "--port", "0", "no-such-model"], 3, "'no-such-model'"),
         (["chat", "--url", "nonsense"], 2, "--url 'nonsense'"),

@@ -84,6 +84,16 @@ def test_an_answer_can_be_stopped_and_the_server_hears_of_it(site: Site, open_pa
     assert site.generator.closed.acquire(timeout=60), "the request went on"
 
 
+def test_what_has_come_of_an_answer_survives_a_reload(site: Site, open_page) -> None:
+    site.generator.hold_after = 1
+    page = open_page(site.url)
+    say(page, "Hi")
+    answers(page).get_by_text("Hel").wait_for()
+    page.reload()
+    answers(page).get_by_text("Hel").wait_for()
+    assert "stopped" in answers(page).locator(".facts").inner_text()
+
+
 def test_conversations_are_kept_in_the_browser_and_deleted(site: Site, open_page) -> None:
     page = open_page(site.url)
     say(page, "First talk")

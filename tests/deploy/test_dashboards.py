@@ -27,7 +27,7 @@ BOARD_QUERIES = [target["expr"] for panel in PANELS for target in panel["targets
 ALERTS = [rule["expr"] for rule in RULES]
 OF_OTHERS = {"up"}
 """Metrics that Prometheus makes itself."""
-NAMES = re.compile(r"\bsglang:\w+|\bup\b")
+NAMES = re.compile(r"\b(?:sglang|banyan):\w+|\bup\b")
 LABELS = re.compile(r"(\w+)\s*(?:=~|!~|=|!=)\s*\"|by \(([^)]*)\)|(?:on|ignoring) \(([^)]*)\)")
 
 
@@ -35,7 +35,7 @@ def counted():
     """Metrics of a server that has answered a few requests."""
     metrics = metrics_of("--enable-metrics")
     for grammar in ("", "json"):
-        run(metrics, _Scripted(), asked(grammar=grammar))
+        run(metrics, _Scripted(), asked(grammar=grammar, key_name="shop"))
     return metrics
 
 
@@ -129,7 +129,9 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Clien
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
                 wait_until(lambda: len(values(http, "up[1m]")) >= 2, 30, "two scrapes")
-                run(site.state.metrics, _Scripted())  # so that counters grow
+                run(
+                    site.state.metrics, _Scripted(), asked(key_name="shop")
+                )  # so that counters grow
                 wait_until(lambda: len(values(http, "up[1m]")) >= 5, 30, "three more")
                 yield http
         finally:
@@ -149,7 +151,7 @@ def values(http: httpx.Client, query: str) -> list:
     return result[0]["values"] if result and "values" in result[0] else result
 
 
-GRAFANA = {"$__rate_interval": "1m", "$model": ".*", "$instance": ".*"}
+GRAFANA = {"$__rate_interval": "1m", "$__range": "5m", "$model": ".*", "$instance": ".*"}
 
 
 @pytest.mark.parametrize("query", BOARD_QUERIES)

@@ -11,6 +11,7 @@ from banyan.base.errors import BanyanError, RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.events import Failed, Fatal, Finished, Stats, Tokens
 from banyan.messages.requests import Abort, StopAt
+from banyan.messages.spans import Content, ContentKind
 from tests.support.clients import asynchronous, counting, events_of, generate
 from tests.support.fake_engine import serving, until
 
@@ -132,9 +133,10 @@ async def test_what_may_wait_for_its_constraint_fills_no_queue():
 @asynchronous
 async def test_a_request_larger_than_a_frame_is_refused(monkeypatch):
     monkeypatch.setattr("banyan.messages.frames.MAX_FRAME_BYTES", 1000)
+    large = Content(bytes(32), ContentKind.FEATURES, bytes(1000), (1, 1, 1), 1)
     async with serving(counting) as (client, _):
         with pytest.raises(RequestError, match="1000 are legal"):
-            client.submit(structs.replace(generate(), embeds=bytes(1000)))
+            client.submit(structs.replace(generate(), contents=(large,)))
 
 
 @asynchronous

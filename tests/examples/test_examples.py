@@ -116,3 +116,37 @@ def test_router_lists_its_servers_and_answers(server: Server, tmp_path: Path) ->
     with routing(tmp_path / "log", "--worker-urls", server.url) as router:
         text = output("router.py", url=router.url)
     assert f"{server.url} healthy" in text and "Paris" in text
+
+
+def code_of(notebook: Path) -> str:
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "engine.ipynb",
+            ("is Paris", "['city', 'sunny']", "prefers Paris: True", "the cache"),
+        ),
+        ("server.ipynb", ("8 at once: ", "sglang:num_requests_total", "exit code 0")),
+    ],
+)
+def test_the_cells_of_a_notebook_run_one_after_another(
+    name: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    program = tmp_path / "cells.py"
+    program.write_text(code_of(EXAMPLES / name))
+    text = output(str(program))
+    assert all(word in text for word in words), text
+
+
+def test_notebooks_are_listed_and_hold_no_output() -> None:
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    notebooks = sorted(EXAMPLES.glob("*.ipynb"))
+    assert len(notebooks) == 2
+    for path in notebooks:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        assert content["nbformat"] == 4 and f"[{path.name}]({path.name})" in listed
+        assert not any(cell.get("outputs") for cell in content["cells"])

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from banyan.ops.cpu import build
+from banyan.ops.cpu import build, build_process
 from banyan.ops.cpu.build import (
     ISAS,
     SOURCES,
@@ -307,6 +307,22 @@ def test_compilers_end_with_the_process_that_wants_the_library(tmp_path):
     until(lambda: not list(tmp_path.glob("*/compiling-*")))
 
 
+def test_a_compiler_that_is_too_slow_ends_with_what_it_has_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_process, "_TIMEOUT_S", 1)
+    seen = tmp_path / "pid"
+    words = ("sh", "-c", f"sleep 1000 & echo $! > {seen}; wait")
+    assert build_process._Commands().run(words, tmp_path) == "no end after 1 s"
+    until(lambda: not Path("/proc", seen.read_text().strip()).exists())
+
+
+def test_the_estimate_counts_what_else_the_machine_does(tmp_path):
+    read = tmp_path / "loadavg"
+    read.write_text("9.10 3.00 1.00 7/300 4242\n")
+    assert build_process._slowness(2, read) == 4.0  # six others share two cores with two of ours
+    read.write_text("0.00 0.00 0.00 1/300 4242\n")
+    assert build_process._slowness(2, read) == build_process._slowness(2, tmp_path / "none") == 1.0
+
+
 def test_who_waits_for_the_compilers_of_another_process_can_leave(tmp_path):
     asking, pids = begin_endless_build(tmp_path)
     waiting, _ = begin_endless_build(tmp_path, "waiting for the CPU kernels")
@@ -325,7 +341,7 @@ def begin_endless_build(folder: Path, awaited: str = "") -> tuple[subprocess.Pop
     code = f"""
 import json, sys
 from pathlib import Path
-from banyan.ops.cpu import build
+from banyan.ops.cpu import build, build_process
 found = build.Compiler(("sh", "-c", json.loads({json.dumps(json.dumps(script))}), "cc"))
 build.compilers = lambda named: iter([found])
 build.cached_library(folder=Path({str(folder)!r}), isa="base")

@@ -202,3 +202,29 @@ def test_a_recording_runs_for_fewer_rows_than_it_was_made_for(rows):
 
     expected = reference.add_rms_norm(reference.silu_and_mul(gate_up), x, weight, EPS)[0]
     torch.testing.assert_close(recording.result[:4], expected[:4], rtol=3e-6, atol=1e-6)
+
+
+def test_rows_are_taken_or_added_where_they_are_given(rows):
+    x, given = strided(random(6, 40)), random(4, 100, seed=1)[:, 30:70]
+    where = torch.tensor([-1, 3, 0, -1, 3, 1], dtype=torch.int32)
+
+    for adds in (False, True):
+        found = rows.take_rows(x, where, given, adds)
+        assert torch.equal(found, reference.take_rows(x, where, given, adds))
+        assert torch.equal(found[0], x[0])
+    assert torch.equal(rows.take_rows(x, where, given)[1], given[3])
+
+
+def test_each_pair_turns_by_the_position_on_its_axis(rows):
+    positions, frequencies = torch.arange(5) * 1000, 1.0 / 10.0 ** torch.arange(7)
+    shifts = torch.tensor([[0, -3, 900]] * 5, dtype=torch.int32)
+    axes = torch.tensor([0, 1, 2, 0, 1, 2, 1], dtype=torch.int32)
+
+    found = rows.rotary_angles(positions, frequencies, 0.5, shifts, axes)
+
+    expected = reference.rotary_angles(positions, frequencies, 0.5, shifts, axes)
+    plain = rows.rotary_angles(positions, frequencies, 0.5)
+    for one, other, unshifted in zip(found, expected, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-4)
+        assert torch.equal(one[:, [0, 3]], unshifted[:, [0, 3]])
+        assert not torch.equal(one[:, 1], unshifted[:, 1])

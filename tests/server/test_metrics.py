@@ -70,9 +70,14 @@ def chunk(count, finish=None, **usage):
     return TextChunk("x", [1], Usage(10, count, **usage), finish=finish)
 
 
-def asked(route="chat", grammar=""):
+def asked(route="chat", grammar="", key_name=""):
     return spec_of(
-        RequestId("r"), [1] * 10, SamplingParams(max_new_tokens=4), route=route, grammar=grammar
+        RequestId("r"),
+        [1] * 10,
+        SamplingParams(max_new_tokens=4),
+        route=route,
+        key_name=key_name,
+        grammar=grammar,
     )
 
 
@@ -302,3 +307,17 @@ def test_times_between_tokens_are_counted_as_the_library_counts() -> None:
         line for line in generate_latest(theirs).decode().splitlines() if "created" not in line
     ]
     assert generate_latest(ours).decode().splitlines() == shown
+
+
+def test_names_of_keys_beyond_a_bound_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("banyan.server.admin.prometheus._MOST_KEYS", 2)
+    metrics = metrics_of("--enable-metrics", "--metrics-compat", "vllm")
+    for name in ("a", "b", "c", "d", "a", ""):
+        run(metrics, Scripted(chunk(3, Finish("stop"))), asked(key_name=name))
+    found = {
+        sample.labels["key_name"]: sample.value
+        for family in text_string_to_metric_families(metrics.export().decode())
+        for sample in family.samples
+        if sample.name == "banyan:key_requests_total"
+    }
+    assert found == {"a": 2, "b": 1, "other": 2}

@@ -160,4 +160,4 @@ def test_a_path_that_is_nearly_one_names_it(http: httpx.Client, path: str, meant
 
 @pytest.mark.parametrize("path", ["/nope", "/v1", "/" + "x" * 10_000])
 def test_a_path_that_is_like_none_says_where_the_routes_are(http: httpx.Client, path: str) -> None:
-    assert http.get(path).json()["message"].endswith("GET / lists the routes")
+    assert http.get(path).json()["message"].endswith("GET /openapi.json lists the routes")

@@ -13,7 +13,9 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from banyan.base.clock import VirtualClock
-from banyan.base.errors import ConfigError
+from banyan.base.errors import BanyanError, ConfigError
+from banyan.bench.http import ExchangeError, HttpClient
+from banyan.cli.client import Client
 from banyan.config.cli import described
 from banyan.config.schema import ServerConfig
 from banyan.server.http.listen import bind, web_server
@@ -147,3 +149,36 @@ def test_what_is_wrong_with_the_files_is_told(given, told) -> None:
 
 def test_a_password_is_never_shown(tmp_path: Path) -> None:
     assert "sesame" not in str(described(config_of("--ssl-keyfile-password", "sesame")))
+
+
+@pytest.mark.parametrize("verb", ["chat", "bench"])
+def test_clients_of_the_command_trust_the_authority_that_is_named(
+    verb: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "root.pem"
+    AUTHORITY.cert_pem.write_to_path(root)
+
+    def status(url: str, cacert: str) -> int:
+        if verb == "chat":
+            return 200 if Client(url, cacert=cacert).is_healthy() else 0
+        with contextlib.suppress(ExchangeError):
+            return asyncio.run(HttpClient(url, cacert=cacert).request("GET", "/health")).status
+        return 0
+
+    with serving(tls_context(flags(tmp_path))) as port:
+        url = f"https://localhost:{port}"
+        assert status(url, str(root)) == 200
+        assert status(url, "") == 0
+        with pytest.raises(BanyanError, match="--cacert FILE"):
+            Client(url).post("/v1/models", {})
+
+
+@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), ("x", "no certificate")])
+def test_an_authority_that_cannot_be_read_is_named(
+    content: str | None, why: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "root.pem"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=f"--cacert .*root.pem: .*{why}"):
+        Client("https://localhost", cacert=str(file))

@@ -3,10 +3,12 @@
 import base64
 import contextlib
 import importlib.metadata
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -60,6 +62,13 @@ def expected(mini_lm: Path) -> np.ndarray:
             for text in TEXTS
         ]
     return torch.nn.functional.normalize(torch.stack(found), dim=-1).numpy()
+
+
+def test_the_first_request_that_the_log_suggests_is_answered(encoder: Server) -> None:
+    line = next(line for line in encoder.log.read_text().splitlines() if "try: curl" in line)
+    words = shlex.split(line.partition("try: curl ")[2])
+    answer = httpx.post(words[0], content=words[-1], headers=[words[2].split(": ")])
+    assert answer.status_code == 200 and answer.json()["data"][0]["embedding"]
 
 
 def test_an_answer_fits_the_official_types_strictly(encoder: Server):

@@ -35,3 +35,16 @@ def test_a_served_model_differs_from_other_weights(
 def test_a_question_that_is_none_is_refused(words: tuple[str, ...], tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=words[0]):
         VERBS.load("verify")([str(tiny_model), *words])
+
+
+def test_missing_packages_are_named_together_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(words: list[str]) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr("banyan.cli.verify.private_server", started)
+    monkeypatch.setattr("banyan.cli.verify.find_spec", lambda name: None)
+    assert main(["verify", str(demo_model)]) == ConfigError.exit_code
+    error = capsys.readouterr().err
+    assert "transformers, gguf, accelerate" in error and "[verify]" in error

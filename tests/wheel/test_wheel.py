@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import pytest
 WHEEL = os.environ.get("WHEEL", "")
 """A virtual environment that the wheel is installed into."""
 PATIENCE_S = 180.0
+PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
+EXTRAS = sorted({*PROJECT["project"]["optional-dependencies"]} - {"test", "dev", "docs"})
 pytestmark = pytest.mark.skipif(not WHEEL, reason="make test-wheel")
 
 
@@ -74,6 +77,20 @@ def test_the_demo_is_served_by_kernels_that_came_along(served: Served) -> None:
     assert "compiled CPU kernels: " in told and "plain torch" not in told, told
     assert "compiling" not in told
     assert not (served.home / ".cache" / "banyan" / "kernels").exists()
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_hint_of_an_extra_installs_its_packages(extra: str, tmp_path: Path) -> None:
+    python = (Path(WHEEL) / "bin").resolve() / "python"
+    code = f"from banyan.base.install import install_command; print(install_command({extra!r}))"
+    hint = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    line = f"{hint.strip()} --dry-run -q --report -"
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = {item["metadata"]["name"] for item in json.loads(done.stdout)["install"]}
+    assert "banyan" not in names and "banyan-serve" not in names
 
 
 def test_an_answer_comes(served: Served) -> None:

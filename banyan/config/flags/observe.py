@@ -13,6 +13,14 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_a_log_level_hides_what_is_less_severe",
     ),
     Flag(
+        "log-format",
+        "observe.whole_log_format",
+        "json = each line of the log is a JSON object, also from child processes and libraries",
+        choices=("text", "json"),
+        documented=False,
+        proof="tests/system/test_json_log.py::test_every_line_of_a_server_is_an_object",
+    ),
+    Flag(
         "log-requests",
         "observe.log_requests",
         "log one line when a request ends or is refused; --log-requests-level sets its content",

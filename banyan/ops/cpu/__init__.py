@@ -24,6 +24,7 @@ _ROWS = (
     "sigmoid_scale",
     "scale_logits",
     "select_rows",
+    "take_rows",
     "spread_columns",
 )
 _STATES = ("apply_gate", "short_conv", "decay_gates", "scan", "selective_scan")

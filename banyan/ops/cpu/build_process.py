@@ -1,4 +1,4 @@
-"""The process that compiles the kernels, in a process group with its compilers.
+"""The process that compiles the kernels. Each compiler has a process group, with its children.
 
 `build` starts it and keeps its standard input open. When that closes, for any reason, the compilers
 are stopped and their output is deleted. Progress is always logged, because a person is waiting.
@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,6 +106,7 @@ class _Commands:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
         self.is_stopped = False
 
     def run(self, words: tuple[str, ...], work: Path) -> str:
@@ -120,25 +121,37 @@ class _Commands:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     text=True,
+                    process_group=0,  # a compiler starts others, which end with it
                 )
-            with process:
-                try:
-                    _, messages = process.communicate(timeout=_TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    return f"no end after {_TIMEOUT_S} s"
+                self._running.add(process)
         except OSError as error:
             return str(error)
+        with process:
+            try:
+                _, messages = process.communicate(timeout=_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                _end(process, signal.SIGKILL)
+                return f"no end after {_TIMEOUT_S} s"
+            finally:
+                with self._lock:
+                    self._running.discard(process)
         if process.returncode == 0:
             return ""
         errors = [line for line in messages.splitlines() if "error" in line] or ["no message"]
         return f"exit {process.returncode}: {errors[0].strip()}"
 
     def stop(self) -> None:
-        """End every process of this group except this one, which handles the signal."""
+        """End the compilers that run, and start no more."""
         with self._lock:
             self.is_stopped = True
-            os.killpg(os.getpgrp(), signal.SIGTERM)
+            for process in self._running:
+                _end(process, signal.SIGTERM)
+
+
+def _end(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
+    """Signal a compiler and everything that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 class _Progress:
@@ -197,7 +210,7 @@ def _locked(path: Path, commands: _Commands) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not is_logged:
-                    _log.info("waiting for the CPU kernels, which another process compiles")
+                    _log.info("waiting for the CPU kernels, which are being compiled")
                 is_logged = True
                 time.sleep(_POLL_S)
         yield
@@ -209,7 +222,7 @@ def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _
     sources = sources_for(isa)
     outputs = [work / f"{source.name}.o" for source in sources]
     cores = num_cores()
-    expected_s = sum(_expected_s(source) for source in sources) / cores
+    expected_s = sum(_expected_s(source) for source in sources) / cores * _slowness(cores)
     line = "compiling the CPU kernels with %s, once: %d files, about %.0f s on %d cores"
     _log.info(line, compiler.name, len(sources), expected_s, cores)
     progress, began = _Progress(sources), time.monotonic()
@@ -231,13 +244,21 @@ def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _
     return reason
 
 
+def _slowness(cores: int, loadavg: Path = Path("/proc/loadavg")) -> float:
+    """How many times longer work on every core takes next to what the machine does now."""
+    try:
+        running = int(loadavg.read_text(encoding="ascii").split()[3].partition("/")[0]) - 1
+    except (OSError, ValueError, IndexError):
+        return 1.0
+    return (cores + max(0, running)) / cores
+
+
 def main() -> None:
     """Carry out the job on the command line, until it is done or standard input ends."""
     given = json.loads(sys.argv[1])
     job = BuildJob(given["target"], given["isa"], tuple(map(tuple, given["compilers"])))
     start_logging("kernels", "info")
     commands = _Commands()
-    signal.signal(signal.SIGTERM, lambda *_: None)  # for the compilers of this group
 
     def watch() -> None:
         while os.read(0, 1):

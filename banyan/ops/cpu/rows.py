@@ -16,9 +16,74 @@ from banyan.ops.cpu.library import Library
 _SILU, _GELU, _GELU_TANH = range(3)  # curves of bn_gate_and_mul
 
 
-class Rows:
+class RowMoves:
+    """Ops that move rows."""
+
     def __init__(self, library: Library) -> None:
         self._library = library
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        tokens, width = parts[0].shape[0], sum(part.shape[-1] for part in parts)
+        out = self._library.empty((tokens, width))
+        first = 0
+        for part in parts:
+            columns = out[:, first : first + part.shape[-1]]
+            self._library.call(
+                "bn_copy_columns", tokens, *_rows(part), *_rows(columns), part.shape[-1]
+            )
+            first += part.shape[-1]
+        return out
+
+    def spread_columns(self, x: Tensor, columns: Tensor, width: int) -> Tensor:
+        assert columns.dtype == torch.int64 and columns.is_contiguous()
+        out = self._library.empty((x.shape[0], width))
+        self._library.call(
+            "bn_spread_columns",
+            x.shape[0],
+            *_rows(x),
+            columns.data_ptr(),
+            out.data_ptr(),
+            x.shape[1],
+            width,
+        )
+        return out
+
+    def select_rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """x[index].
+
+        x: [tokens, dim] fp32; index: [outputs] int32 or int64.
+        returns: [outputs, dim] fp32.
+        """
+        outputs, dim = index.shape[0], x.shape[1]
+        out = self._library.empty((outputs, dim))
+        self._library.call(
+            "bn_select_rows",
+            outputs,
+            *_rows(x),
+            index.data_ptr(),
+            int(index.dtype == torch.int64),
+            out.data_ptr(),
+            dim,
+        )
+        return out
+
+    def take_rows(self, x: Tensor, where: Tensor, rows: Tensor, adds: bool = False) -> Tensor:
+        out = self._library.empty(x.shape)
+        self._library.call(
+            "bn_take_rows",
+            x.shape[0],
+            *_rows(x),
+            _whole_int32(where),
+            *_rows(rows),
+            out.data_ptr(),
+            x.shape[1],
+            int(adds),
+        )
+        return out
+
+
+class Rows(RowMoves):
+    """Norms, rotation and activations."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         heads = x.shape[1] if x.dim() == 3 else 1
@@ -71,7 +136,12 @@ class Rows:
         return out
 
     def rotary_angles(
-        self, positions: Tensor, frequencies: Tensor, magnitude: float
+        self,
+        positions: Tensor,
+        frequencies: Tensor,
+        magnitude: float,
+        shifts: Tensor | None = None,
+        axes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         shape = (positions.shape[0], frequencies.shape[0])
         cos, sin = self._library.empty(shape), self._library.empty(shape)
@@ -84,6 +154,9 @@ class Rows:
             sin.data_ptr(),
             frequencies.shape[0],
             magnitude,
+            0 if shifts is None else _whole_int32(shifts),
+            0 if axes is None else _whole_int32(axes),
+            0 if shifts is None else shifts.shape[1],
         )
         return cos, sin
 
@@ -152,18 +225,6 @@ class Rows:
         )
         return out
 
-    def concat(self, parts: Sequence[Tensor]) -> Tensor:
-        tokens, width = parts[0].shape[0], sum(part.shape[-1] for part in parts)
-        out = self._library.empty((tokens, width))
-        first = 0
-        for part in parts:
-            columns = out[:, first : first + part.shape[-1]]
-            self._library.call(
-                "bn_copy_columns", tokens, *_rows(part), *_rows(columns), part.shape[-1]
-            )
-            first += part.shape[-1]
-        return out
-
     def scale_logits(self, logits: Tensor, scale: float, soft_cap: float) -> Tensor:
         out = self._library.empty(logits.shape)
         self._library.call(
@@ -174,39 +235,6 @@ class Rows:
             logits.shape[-1],
             scale,
             soft_cap,
-        )
-        return out
-
-    def spread_columns(self, x: Tensor, columns: Tensor, width: int) -> Tensor:
-        assert columns.dtype == torch.int64 and columns.is_contiguous()
-        out = self._library.empty((x.shape[0], width))
-        self._library.call(
-            "bn_spread_columns",
-            x.shape[0],
-            *_rows(x),
-            columns.data_ptr(),
-            out.data_ptr(),
-            x.shape[1],
-            width,
-        )
-        return out
-
-    def select_rows(self, x: Tensor, index: Tensor) -> Tensor:
-        """x[index].
-
-        x: [tokens, dim] fp32; index: [outputs] int32 or int64.
-        returns: [outputs, dim] fp32.
-        """
-        outputs, dim = index.shape[0], x.shape[1]
-        out = self._library.empty((outputs, dim))
-        self._library.call(
-            "bn_select_rows",
-            outputs,
-            *_rows(x),
-            index.data_ptr(),
-            int(index.dtype == torch.int64),
-            out.data_ptr(),
-            dim,
         )
         return out
 
@@ -224,6 +252,12 @@ def _whole(x: Tensor) -> int:
     assert x.dtype == torch.float32 and x.is_contiguous(), (
         f"expected contiguous fp32, got {x.dtype}"
     )
+    return x.data_ptr()
+
+
+def _whole_int32(x: Tensor) -> int:
+    """Address of a contiguous int32 tensor."""
+    assert x.dtype == torch.int32 and x.is_contiguous(), f"expected contiguous int32, got {x.dtype}"
     return x.data_ptr()
 
 
@@ -253,4 +287,5 @@ concat = _kernel(Rows.concat)
 sigmoid_scale = _kernel(Rows.sigmoid_scale)
 scale_logits = _kernel(Rows.scale_logits)
 select_rows = _kernel(Rows.select_rows)
+take_rows = _kernel(Rows.take_rows)
 spread_columns = _kernel(Rows.spread_columns)

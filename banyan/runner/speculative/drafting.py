@@ -173,8 +173,8 @@ class Drafting:
                 self._known_slots.remove(slot)
                 self._drafter.leave(slot)
         for join in plan.joins:
-            # The tokens of a prompt of embeddings are placeholders: nothing to draft from.
-            if self._table.holds(join.slot) and not join.embeds:
+            # Places of spans have no tokens, and so nothing to draft from.
+            if self._table.holds(join.slot) and not join.spans:
                 self._known_slots.add(join.slot)
                 self._drafter.join(join.slot, list(array("i", join.tokens)), join.namespace)
 

@@ -31,7 +31,8 @@ from banyan.config.schema import VLLM, Config, ObserveConfig
 from banyan.engine_client.client import Replica
 from banyan.engine_client.metrics_observer import CLOSED, RequestOutcome
 from banyan.messages.events import accept_length
-from banyan.server.admin.metrics import CustomLabels
+from banyan.requests.generation import Usage
+from banyan.server.admin.metrics import OTHER, CustomLabels
 
 Replicas = Callable[[], list[Replica]]
 
@@ -50,6 +51,12 @@ _ENDS = ("stop", "length", "abort", "error")
 VLLM_PREFIX = "vllm:"
 """Prefix of metrics that have their vLLM name already."""
 _PREFIX = "sglang:"
+_OWN_PREFIX = "banyan:"
+"""Prefix of metrics that neither SGLang nor vLLM has."""
+_BILL_LABELS = ("model_name", "key_name")
+_MOST_KEYS = 1000
+"""Named keys with figures of their own; later ones count as OTHER."""
+_NOTHING = Usage(0, 0)
 _VLLM_NAMES: dict[str, tuple[str, ...]] = {
     "num_running_reqs": ("num_requests_running",),
     "num_queue_reqs": ("num_requests_waiting",),
@@ -90,6 +97,7 @@ class PrometheusMetrics:
         families = _Families(self._registry, config.observe, (*_LABELS, *custom))
         self._series_of = cache(lambda values: _Series(families, (name, _UNIFIED, *values)))
         self._plain = self._series_of(labels.none if labels else ())
+        self._bills = _Bills(self._registry, name)
         self._registry.register(_Gauges(config, name, replicas))
 
     def first_tokens(self, seconds: float) -> None:
@@ -101,6 +109,7 @@ class PrometheusMetrics:
 
     def ended(self, outcome: RequestOutcome) -> None:
         self._series.ended(outcome)
+        self._bills.ended(outcome)
 
     def export(self) -> bytes:
         return generate_latest(self._shown)
@@ -226,6 +235,41 @@ class _Series:
         if self._prompts is not None and self._outputs is not None:
             self._prompts.observe(usage.prompt_tokens)
             self._outputs.observe(usage.output_tokens)
+
+
+class _Bills:
+    """What each named key has used: requests and tokens. Requests without a named key are left out.
+
+    Args:
+        name: the served model name.
+    """
+
+    def __init__(self, registry: CollectorRegistry, name: str) -> None:
+        self._name = name
+        self._counters = [
+            Counter(f"{_OWN_PREFIX}key_{what}", about, _BILL_LABELS, registry=registry)
+            for what, about in (
+                ("requests", "Finished requests of a named key"),
+                ("prompt_tokens", "Prompt tokens of a named key"),
+                ("cached_tokens", "Prompt tokens of a named key that came from the cache"),
+                ("generation_tokens", "Generated tokens of a named key"),
+            )
+        ]
+        self._names: set[str] = set()
+
+    def ended(self, outcome: RequestOutcome) -> None:
+        key = outcome.request.key_name
+        if not key:
+            return
+        if key not in self._names:
+            if len(self._names) < _MOST_KEYS:
+                self._names.add(key)
+            else:
+                key = OTHER
+        usage = outcome.usage or _NOTHING
+        used = (1, usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
+        for counter, amount in zip(self._counters, used, strict=True):
+            counter.labels(self._name, key).inc(amount)
 
 
 class _Gauges(Collector):
@@ -377,7 +421,7 @@ class VllmView(CollectorRegistry):
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._inner.collect():
-            if metric.name.startswith(VLLM_PREFIX):
+            if metric.name.startswith((VLLM_PREFIX, _OWN_PREFIX)):
                 yield _shown(metric, metric.name)
             for name in _VLLM_NAMES.get(metric.name.removeprefix(_PREFIX), ()):
                 yield _shown(metric, VLLM_PREFIX + name)

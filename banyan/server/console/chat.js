@@ -66,7 +66,10 @@ class ChatView {
     const wasRunning = this.press.textContent === "Stop";
     this.press.textContent = running ? "Stop" : "Send";
     if (running) this.last?.wait(true);
-    else if (wasRunning) say(trouble || "The answer is complete.");
+    else if (wasRunning) {
+      const isStopped = talk.messages.at(-1)?.seen?.reason === "stopped";
+      say(trouble || (isStopped ? "The answer was stopped." : "The answer is complete."));
+    }
     this.scroll.scrollTop = this.scroll.scrollHeight;
   }
 

@@ -18,6 +18,12 @@ export class Talks extends EventTarget {
     this.talk ??= this.fresh({});
     this.running = null;
     this.trouble = "";
+    // A page that is left in the middle of an answer keeps what has come of it.
+    addEventListener("pagehide", () => {
+      if (!this.running) return;
+      this.talk.messages.at(-1).seen.reason = "stopped";
+      this.save();
+    });
   }
 
   /** Another conversation; its settings are those of the one before. */

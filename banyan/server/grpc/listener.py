@@ -228,6 +228,7 @@ class Calls:
         if verdict.status != HTTPStatus.OK:
             raise RequestError(verdict.text, status=verdict.status, code="forbidden")
         context.tenant, context.is_admin = verdict.caller.tenant, verdict.is_admin
+        context.key_name = self._state.keys.name_of(verdict.caller.tenant)
         CALLER.set(verdict.caller.tenant)
         held.enter_context(self._state.keys.counted(verdict.caller))
         raw = {key.encode(): value.encode() for key, value in context.headers.items()}

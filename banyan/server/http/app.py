@@ -225,6 +225,7 @@ class App(Generic[S]):
             verdict = self.state.signer.read(named.decode("latin-1"), verdict, method, path)
         held.enter_context(self.state.keys.counted(verdict.caller))
         exchange.context.tenant, exchange.context.is_admin = verdict.caller.tenant, verdict.is_admin
+        exchange.context.key_name = self.state.keys.name_of(verdict.caller.tenant)
         CALLER.set(verdict.caller.tenant)
         exchange.is_probe = route.guard == auth.OPEN
         if not await self._accepts(route, exchange):
@@ -299,7 +300,7 @@ def _options(route: Route | None, exchange: HttpExchange) -> dict[str, str]:
 def no_route(path: str, routes: Collection[str]) -> RequestError:
     """404 with a suggestion of the nearest path."""
     near = _nearest(path, [known for known in routes if not known.endswith("/")])
-    hint = f"Did you mean {near}?" if near else "GET / lists the routes"
+    hint = f"Did you mean {near}?" if near else "GET /openapi.json lists the routes"
     return RequestError(f"no route {printable(path, 100)}", status=404, code="not_found", hint=hint)
 
 
@@ -383,7 +384,7 @@ class AccessLog:
                 exchange.request.peer,
                 exchange.context.id,
             )
-        as_json = observe.log_requests and observe.log_format == "json"
+        as_json = observe.logs_requests_json if observe.log_requests else observe.logs_json
         place = printable(exchange.route, _PATH_CHARS) or path
         for text in exchange.context.warnings:
             if self._is_new("warning", place, text.partition(":")[0]):
@@ -398,6 +399,7 @@ class AccessLog:
             "reason": exchange.refusal or None,
             "field": printable(exchange.at_fault, _PATH_CHARS) or None,
             "peer": exchange.request.peer,
+            "key": exchange.context.key_name or None,
         }
         if observe.log_requests:
             write_line("request refused", facts, as_json)

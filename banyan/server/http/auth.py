@@ -94,6 +94,7 @@ class Keys:
         self._seen = _state_of(path) if path else None
         self._named: Mapping[bytes, Caller] = {}
         self._weights: Mapping[bytes, float] = {}
+        self._names: Mapping[bytes, str] = {}
         self._open: Counter[bytes] = Counter()
         """Open requests by tenant, over all listeners."""
         if path:
@@ -148,8 +149,13 @@ class Keys:
     def weight_of(self, tenant: bytes) -> float:
         return self._weights.get(tenant, 1.0)
 
+    def name_of(self, tenant: bytes) -> str:
+        """The name in the key file; "" = the caller has none."""
+        return self._names.get(tenant, "")
+
     def _take(self, named: Mapping[bytes, Caller]) -> None:
         self._named = named
+        self._names = {caller.tenant: caller.name for caller in named.values()}
         self._weights = {caller.tenant: caller.weight for caller in named.values()}
 
     def _refresh(self) -> None:

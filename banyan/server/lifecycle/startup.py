@@ -255,8 +255,7 @@ def report(state: ServerState, service: Service, addresses: Sequence[str]) -> No
     log.info("%s", READY_LINE)
     log.info("listening on %s", " and ".join(addresses))
     if web := [address for address in addresses if address.startswith("http")]:
-        body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
-        log.info("try: %s", curl(web[0], body, state.config.server.has_keys))
+        log.info("try: %s", curl(web[0], service, state.config.server.has_keys))
 
 
 def _summary(config: Config, service: Service, facts: Mapping[str, Any]) -> list[str]:
@@ -296,7 +295,16 @@ def _table(value: object) -> list[str]:
     return [f"  {line}" for line in str(value).splitlines()]
 
 
-def curl(address: str, body: str, needs_key: bool) -> str:
+def curl(address: str, service: Service, needs_key: bool) -> str:
+    """A first request that this model answers."""
+    route, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
+    if service.limits.is_embedding:
+        route = "/classify" if service.model_config.labels else "/v1/embeddings"
+        body = {"input": "Hello"}
+    elif service.chat is None and service.tokenizer is not None:
+        route, body = "/v1/completions", {"prompt": "Hello"}
+    elif service.tokenizer is None:
+        route, body = "/generate", {"input_ids": [1]}
     key = " -H 'Authorization: Bearer '$BANYAN_API_KEY" if needs_key else ""
     kind = " -H 'Content-Type: application/json'"
-    return f"curl {address}/v1/chat/completions{kind}{key} -d '{body}'"
+    return f"curl {address}{route}{kind}{key} -d '{json.dumps(body)}'"

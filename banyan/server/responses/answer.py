@@ -62,7 +62,7 @@ class ResponseAnswer:
         self._service = service
         self._plan = plan
         self._choice = ChatChoice(plan)
-        self._output = Output(offered.labels)
+        self.output = Output(offered.labels)
         self._listings = listings
         self._with_cache = with_cache
         self._usage: Usage | None = None
@@ -83,19 +83,9 @@ class ResponseAnswer:
         return self._num_events > 0
 
     @property
-    def items(self) -> list[Json]:
-        """The output items so far."""
-        return self._output.so_far()
-
-    @property
-    def waiting(self) -> list[tuple[int, Json]]:
-        """(index, item) of the calls that tool servers are to answer before the next turn."""
-        return [(index, self._output.items[index]) for index in self._output.waiting]
-
-    @property
     def needs_client(self) -> bool:
         """Whether the turn also called a function of the client."""
-        turn = self._output.items[self._turn_start :]
+        turn = self.output.items[self._turn_start :]
         return any(item["type"] == "function_call" for item in turn)
 
     @property
@@ -108,7 +98,7 @@ class ResponseAnswer:
             **self._fixed,
             **self._end,
             "status": self._status,
-            "output": self._output.so_far(),
+            "output": self.output.so_far(),
             "usage": self._usage_body(),
         }
 
@@ -118,13 +108,13 @@ class ResponseAnswer:
         self._status = "in_progress"
         found = [{"type": "response.in_progress", "response": self.body()}]
         for shown in self._listings:
-            found += self._output.list_tools(shown.label, shown.tools)
+            found += self.output.list_tools(shown.label, shown.tools)
         return [created, *map(self._event, found)]
 
     def turn(self, plan: ChatPlan) -> None:
         """Start the next turn, with the results of the calls."""
         self._past, self._usage = self._counted(), None
-        self._turn_start = len(self._output.items)
+        self._turn_start = len(self.output.items)
         self._plan, self._choice = plan, ChatChoice(plan)
 
     def events(self, chunk: TextChunk) -> list[Json]:
@@ -133,20 +123,20 @@ class ResponseAnswer:
         found: list[Json] = []
         for part in self._choice.read(chunk):
             call_id = self._choice.call_id(part.id) if isinstance(part, ToolCallStart) else ""
-            found += self._output.take(part, call_id, scores)
+            found += self.output.take(part, call_id, scores)
             scores = [] if isinstance(part, TextDelta) else scores
         self._usage = chunk.usage
         if chunk.finish is not None:
             reason = self._choice.reason(chunk.finish)
             if reason == "tool_calls":
-                found += self._output.close()
-            if reason != "tool_calls" or not self._output.waiting:
+                found += self.output.close()
+            if reason != "tool_calls" or not self.output.waiting:
                 found += self._over(reason)
         return [self._event(event) for event in found]
 
     def answered(self, index: int, outcome: ToolOutcome) -> list[Json]:
         """The events of a call after its tool server returned."""
-        return [self._event(event) for event in self._output.answer_call(index, outcome)]
+        return [self._event(event) for event in self.output.answer_call(index, outcome)]
 
     def end(self, reason: str) -> list[Json]:
         """The events that end a response between two turns: "stop" or "length"."""
@@ -160,7 +150,7 @@ class ResponseAnswer:
 
     def cancel(self) -> None:
         """End the response as cancelled, with its output so far."""
-        self._output.give_up()
+        self.output.give_up()
         self._status = "cancelled"
 
     def _over(self, reason: str | None) -> list[Json]:
@@ -173,11 +163,11 @@ class ResponseAnswer:
             self._status = "completed"
             self._end["completed_at"] = int(time.time())
         whole = self._status == "completed"
-        closed = self._output.close() if whole else self._output.give_up()
+        closed = self.output.close() if whole else self.output.give_up()
         return [*closed, {"type": f"response.{self._status}", "response": self.body()}]
 
     def _fail(self, code: str, message: str) -> list[Json]:
-        closed = self._output.give_up()
+        closed = self.output.give_up()
         self._status = "failed"
         self._end["error"] = {"code": code, "message": message}
         return [*closed, {"type": "response.failed", "response": self.body()}]
@@ -385,6 +375,10 @@ class Output:
             closed.append(_item_event("done", index, self.items[index]))
         self.waiting.clear()
         return closed
+
+    def calls(self) -> list[tuple[int, Json]]:
+        """(index, item) of the calls that tool servers must answer before the next turn."""
+        return [(index, self.items[index]) for index in self.waiting]
 
     def so_far(self) -> list[Json]:
         """The closed items, and the open one so far."""

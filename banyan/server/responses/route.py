@@ -100,7 +100,7 @@ class Running:
                             yield event
                 if answer.is_over:
                     return
-                for index, item in answer.waiting:
+                for index, item in answer.output.calls():
                     for event in answer.answered(index, await self.calls.outcome(item)):
                         yield event
                 if reason := self._reason_to_end():
@@ -108,7 +108,7 @@ class Running:
                         yield event
                     return
                 num_turns += 1
-                plan = await self.plan_turn(self._rest(num_turns), answer.items)
+                plan = await self.plan_turn(self._rest(num_turns), answer.output.so_far())
                 answer.turn(plan)
         finally:
             await self.calls.close()

@@ -14,7 +14,17 @@ import torch
 from banyan.ascend.platform import NpuPlatform
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import group_caches
-from banyan.messages.plan import Join, PageGrant, StepLoad, StepPlan
+from banyan.messages.plan import (
+    Join,
+    NewContent,
+    PageGrant,
+    Piece,
+    PlacedSpan,
+    StepLoad,
+    StepPlan,
+    encode_spans,
+)
+from banyan.messages.spans import ContentKind
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
@@ -111,6 +121,9 @@ class Ranks(Driver):
         plan = super().plan(**parts)
         if self.talk is None:
             return plan
+        if self.embeds:
+            given = NewContent(1, b"", ContentKind.FEATURES, (1, 1, 1), 1, self.embeds)
+            plan = msgspec.structs.replace(plan, contents=[given], pieces=[Piece(1, 0, 1)])
         builder = StepPlanBuilder(plan.step, [], 0)
         builder.rows = plan.rows
         told = torch.tensor([msgspec.structs.astuple(builder.load)], dtype=torch.float32)
@@ -120,7 +133,8 @@ class Ranks(Driver):
 
     def enter(self, *given: object, **named: object) -> tuple[Join, PageGrant]:
         join, grant = super().enter(*given, **named)
-        return msgspec.structs.replace(join, embeds=self.embeds), grant
+        spans = [PlacedSpan(0, 1, 1, 0, (1, 1, 0))] if self.embeds else []
+        return msgspec.structs.replace(join, spans=encode_spans(spans)), grant
 
     def go_on(self, requests: list[Request]) -> None:
         """To the end of requests that run."""

@@ -13,8 +13,9 @@ from compressed_tensors.utils.match import match_name
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import BanyanError, CapacityError, ConfigError
+from banyan.bench.fidelity import Divergence
 from banyan.cli import quantize as quantize_verb
-from banyan.cli.quantize import FLOAT_TYPES, GGUF_TYPES, HUB_TYPES, quantize
+from banyan.cli.quantize import FLOAT_TYPES, GGUF_TYPES, HUB_TYPES, quantize, verdict_on
 from banyan.models.quantize import writer as folder
 from banyan.models.quantize import writer as work
 from banyan.models.quantize.layouts import TYPES, layout_of
@@ -336,6 +337,21 @@ def test_the_report_holds_both_models_against_each_other_through_the_engine(tmp_
     words = line.split()
     assert int(words[1]) > 500 and words[3] == "KL" and 0 < float(words[4]) < 0.05
     assert "the same likeliest token at 9" in line
+
+
+@pytest.mark.parametrize(
+    ("same_top", "perplexity", "begins"),
+    [
+        (0.97, 10.1, "close"),
+        (0.9, 10.1, "a visible loss"),
+        (0.97, 10.9, "a visible loss"),
+        (0.97, 11.1, "a large loss"),
+        (0.58, 9.9, "a large loss"),
+    ],
+)
+def test_the_report_judges_the_loss(same_top, perplexity, begins):
+    found = Divergence(500, 0.1, 1.0, same_top, 10.0, perplexity)
+    assert verdict_on(found).startswith(begins)
 
 
 def test_a_full_disk_is_reported_before_and_while_it_is_written(tmp_path, monkeypatch):

@@ -105,11 +105,22 @@ BN_EXPORT void bn_rotary(Program* program, int32_t size, const float* x, int64_t
            RotaryArgs{x, cosine, sine, out, x_stride, heads, dim, pairs});
 }
 
+// shifts and axes: 0 for ordinary positions.
 BN_EXPORT void bn_rotary_angles(Program* program, int32_t size, const int64_t* positions,
                                 const float* frequencies, float* cosine, float* sine, int32_t pairs,
-                                float magnitude) {
+                                float magnitude, const int32_t* shifts, const int32_t* axes,
+                                int32_t num_axes) {
   add_rows(program, size, table().rotary_angles,
-           AngleArgs{positions, frequencies, cosine, sine, pairs, magnitude});
+           AngleArgs{positions, frequencies, cosine, sine, pairs, magnitude, shifts, axes,
+                     num_axes});
+}
+
+// Rows of x, some of them replaced by a row of `rows`, or with one added to them.
+BN_EXPORT void bn_take_rows(Program* program, int32_t size, const float* x, int64_t x_stride,
+                            const int32_t* where, const float* rows, int64_t rows_stride,
+                            float* out, int64_t dim, int32_t adds) {
+  add_rows(program, size, table().take_rows,
+           TakeArgs{x, where, rows, out, x_stride, rows_stride, dim, adds});
 }
 
 BN_EXPORT void bn_select_rows(Program* program, int32_t size, const float* x, int64_t x_stride,

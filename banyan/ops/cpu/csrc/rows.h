@@ -44,6 +44,18 @@ struct AngleArgs {
   float *cosine, *sine;      // [n, pairs]
   int32_t pairs;
   float magnitude;
+  const int32_t* shifts;  // [n, num_axes] or null: what each axis adds to the position
+  const int32_t* axes;    // [pairs], axis of each pair
+  int32_t num_axes;
+};
+
+struct TakeArgs {
+  const float* x;        // [n, dim]
+  const int32_t* where;  // [n], row of `rows` that x takes; negative = none
+  const float* rows;     // [any, dim]
+  float* out;            // [n, dim], contiguous
+  int64_t x_stride, rows_stride, dim;
+  int32_t adds;  // the row is added to x instead of replacing it
 };
 
 struct SelectArgs {
@@ -62,8 +74,8 @@ struct SpreadArgs {
 };
 
 struct RowKernels {
-  Kernel rms_norm, layer_norm, rotary, rotary_angles, select_rows, spread_columns, copy, add,
-      silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, gelu_tanh, sigmoid_scale, scale_logits;
+  Kernel rms_norm, layer_norm, rotary, rotary_angles, select_rows, take_rows, spread_columns, copy,
+      add, silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, gelu_tanh, sigmoid_scale, scale_logits;
 };
 
 extern const RowKernels rows_base, rows_avx2, rows_avx512;

@@ -143,7 +143,9 @@ void rotary_angles(const void* args, const Sizes&, int64_t begin, int64_t end, W
   for (int64_t row = begin; row < end; row++) {
     float *cosine = a.cosine + row * a.pairs, *sine = a.sine + row * a.pairs;
     for (int64_t i = 0; i < a.pairs; i++) {
-      double angle = (float)a.positions[row] * a.frequencies[i];
+      int64_t position = a.positions[row];
+      if (a.shifts) position += a.shifts[row * a.num_axes + a.axes[i]];
+      double angle = (float)position * a.frequencies[i];
       cosine[i] = (float)std::cos(angle) * a.magnitude;
       sine[i] = (float)std::sin(angle) * a.magnitude;
     }
@@ -164,6 +166,26 @@ void select_rows(const void* args, const Sizes&, int64_t begin, int64_t end, Wor
 }
 int64_t select_grain(const void* args, const Sizes&) {
   return rows_worth(((const SelectArgs*)args)->dim);
+}
+
+void take_rows(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
+  const TakeArgs& a = *(const TakeArgs*)args;
+  for (int64_t row = begin; row < end; row++) {
+    const float* x = a.x + row * a.x_stride;
+    float* out = a.out + row * a.dim;
+    int64_t from = a.where[row];
+    const float* given = from < 0 ? x : a.rows + from * a.rows_stride;
+    if (from < 0 || !a.adds) {
+      std::memcpy(out, given, sizeof(float) * a.dim);
+      continue;
+    }
+    each(a.dim, [&](int64_t i, int lanes) {
+      put(out + i, get(x + i, lanes) + get(given + i, lanes), lanes);
+    });
+  }
+}
+int64_t take_grain(const void* args, const Sizes&) {
+  return rows_worth(((const TakeArgs*)args)->dim);
 }
 
 void spread_columns(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
@@ -286,6 +308,10 @@ double floats_per_row(const SelectArgs& a) {
   return (double)a.dim * 2;
 }
 template <>
+double floats_per_row(const TakeArgs& a) {
+  return (double)a.dim * 2;
+}
+template <>
 double floats_per_row(const SpreadArgs& a) {
   return (double)a.width + a.dim * 2;
 }
@@ -321,6 +347,7 @@ extern const RowKernels BN_TABLE = {
     row_wise<RotaryArgs>("rotary", rotary_grain, rotary, cost<RotaryArgs, 2>),
     row_wise<AngleArgs>("rotary_angles", angles_grain, rotary_angles, cost<AngleArgs, 20>),
     row_wise<SelectArgs>("select_rows", select_grain, select_rows, cost<SelectArgs, 0>),
+    row_wise<TakeArgs>("take_rows", take_grain, take_rows, cost<TakeArgs, 0>),
     row_wise<SpreadArgs>("spread_columns", spread_grain, spread_columns, cost<SpreadArgs, 0>),
     row_wise<MapArgs>("copy", map_grain, copy, map_cost<0>),
     row_wise<MapArgs>("add", map_grain, map_two<sum_two>, map_cost<1>),

@@ -1,0 +1,292 @@
+"""Features: the rows that take the place of embeddings where a prompt is given by content.
+
+`Features` makes them, in pieces of a plan, and keeps them by the number of their content.
+`SpanTable` says which places in each slot take them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.base.log import logger
+from banyan.layers.rotary import AXES, axis_shifts
+from banyan.messages.plan import Join, NewContent, PieceFailure, PlacedSpan, Row, StepPlan
+from banyan.messages.spans import ContentKind
+from banyan.models.base import Model
+from banyan.models.towers.vision import Tower, TowerState
+from banyan.ops.host_memory import copy_to
+from banyan.parallel.groups import Group
+
+log = logger(__name__)
+
+
+class ContentError(Exception):
+    """A content cannot become features; only the requests that need it fail."""
+
+
+@dataclass(frozen=True)
+class FeatureForm:
+    """What feature rows are.
+
+    Attributes:
+        width: of a row that takes the place of an embedding.
+        deep: further parts of a row, each of that width, that are added after the first layers.
+        scale: factor that brings them to the scale of the model's residual stream.
+        placeholder: id that a slot has at the places of spans.
+        axes: positions have axes.
+    """
+
+    width: int
+    deep: int = 0
+    scale: float = 1.0
+    placeholder: int = 0
+    axes: bool = False
+
+    @property
+    def whole(self) -> int:
+        return self.width * (1 + self.deep)
+
+
+def form_of(model: Model) -> FeatureForm:
+    """The features that a model takes."""
+    facts, media = model.model_config, model.model_config.media
+    return FeatureForm(
+        width=facts.hidden_size,
+        deep=0 if media is None else len(media.tower.deep_blocks),
+        scale=1 / facts.residual_scale,
+        placeholder=0 if media is None else media.image_token,
+        axes=media is not None and bool(media.axes),
+    )
+
+
+class Features:
+    """
+    Args:
+        stages: pipeline stages; only the first one has features.
+        is_alone: one rank runs the model, so that an exception here leaves no other rank waiting.
+
+    Attributes:
+        tower: makes features of contents; None = only clients give features.
+    """
+
+    def __init__(
+        self,
+        form: FeatureForm,
+        dtype: torch.dtype,
+        device: torch.device,
+        stages: Group,
+        is_alone: bool = True,
+    ) -> None:
+        self.is_here = stages.rank == 0
+        self._has_stages = stages.size > 1
+        self.form = form
+        self._dtype, self._device = dtype, device
+        self.tower: Tower | None = None
+        self._is_alone = is_alone
+        self._given: dict[int, NewContent] = {}
+        """Contents that are not features yet."""
+        self._begun: dict[int, TowerState] = {}
+        """What the tower keeps of them between pieces."""
+        self._rows: dict[int, Tensor] = {}
+
+    def enter(self, plan: StepPlan) -> list[PieceFailure]:
+        """Drop what the plan forgets, take its contents and run its pieces.
+
+        Raises:
+            ContentError: with pipeline stages, as the others would run the rows all the same.
+        """
+        if not self.is_here:
+            return []
+        for number in plan.forget:
+            for kept in (self._given, self._begun, self._rows):
+                kept.pop(number, None)
+        for content in plan.contents:
+            self._given[content.content] = content
+        failed: dict[int, PieceFailure] = {}
+        for piece in plan.pieces:
+            number = piece.content
+            if number in failed:
+                continue
+            try:
+                self._run(number, piece.first_block, piece.blocks)
+            except ContentError as error:
+                if self._has_stages:
+                    raise
+                failed[number] = PieceFailure(number, str(error), 400)
+            except Exception as error:
+                if not self._is_alone:
+                    raise
+                log.exception("step=%d content=%d failed", plan.step, number)
+                text = f"its content could not be read: {type(error).__name__}: {error}"
+                failed[number] = PieceFailure(number, text)
+            if number in failed:
+                self._given.pop(number, None)
+                self._begun.pop(number, None)
+        return list(failed.values())
+
+    def of(self, content: int) -> Tensor | None:
+        """The feature rows of a content, [rows, whole width]; None = they are not there."""
+        return self._rows.get(content)
+
+    def _run(self, number: int, first_block: int, blocks: int) -> None:
+        content = self._given.get(number)
+        if content is None:
+            raise ContentError("its content is not there")
+        if content.kind == ContentKind.FEATURES:
+            self._keep(number, content, self._as_given(content))
+            return
+        tower = self.tower
+        if tower is None or content.kind != ContentKind.PATCHES:
+            raise ContentError(f"this model makes no features of {content.kind}")
+        if not first_block:
+            patches = int(np.prod(content.grid))
+            values = torch.frombuffer(bytearray(content.data), dtype=torch.uint8)
+            if not patches or len(values) % patches:
+                raise ContentError(f"{len(values)} bytes are not {patches} patches")
+            self._begun[number] = tower.begin(values.view(patches, -1), content.grid)
+        state = self._begun.get(number)
+        if state is None:
+            raise ContentError(f"block {first_block} has nothing to go on from")
+        tower.run(state, first_block, blocks)
+        if first_block + blocks == tower.blocks:
+            self._keep(number, content, tower.end(self._begun.pop(number)))
+
+    def _as_given(self, content: NewContent) -> Tensor:
+        values = torch.frombuffer(bytearray(content.data), dtype=torch.float32)
+        widths = (self.form.width, self.form.whole)
+        width = len(values) // content.rows
+        if len(values) != content.rows * width or width not in widths:
+            raise ContentError(
+                f"{len(values)} numbers are not {content.rows} feature rows of {widths[0]}"
+                + (f" or {widths[1]}" if self.form.deep else "")
+            )
+        rows = copy_to(values.view(content.rows, width), self._device)
+        if width < self.form.whole:
+            rows = torch.nn.functional.pad(rows, (0, self.form.whole - width))
+        return rows
+
+    def _keep(self, number: int, content: NewContent, rows: Tensor) -> None:
+        if tuple(rows.shape) != (content.rows, self.form.whole):
+            raise ContentError(
+                f"its content becomes {len(rows)} feature rows, the prompt has {content.rows}"
+            )
+        self._rows[number] = (rows * self.form.scale).to(self._dtype)
+        self._given.pop(number, None)
+
+
+class SpanTable:
+    """The spans of each slot. Without `features` joins may have none."""
+
+    def __init__(self, slots: int, device: torch.device, features: Features | None = None) -> None:
+        self.features = features
+        self._device = device
+        self._spans: dict[int, list[PlacedSpan]] = {}
+        self._ends: dict[int, int] = {}
+        """Slot -> first place from which on all are ordinary tokens with the shift of `later`."""
+        self._shifts: dict[int, np.ndarray] = {}
+        """Slot -> int32 [prompt, AXES], of prompts with positions on axes."""
+        has_axes = features is not None and features.form.axes
+        self.later = np.zeros((slots, AXES), np.int32) if has_axes else None
+        """Shift of the places after each prompt; None = positions have no axes."""
+        self.later_on_device = None
+        if self.later is not None:
+            self.later_on_device = torch.zeros(slots, AXES, dtype=torch.int32, device=device)
+
+    def join(self, join: Join, tokens: np.ndarray) -> np.ndarray:
+        """Take the spans of a request; returns its tokens with the placeholder in spans."""
+        slot, spans = join.slot, join.placed
+        if not spans or self.features is None:
+            return tokens
+        tokens = tokens.copy()
+        for span in spans:
+            inside = tokens[span.first : span.first + span.count]
+            inside[inside < 0] = self.features.form.placeholder
+        self._spans[slot] = spans
+        self._ends[slot] = spans[-1].first + spans[-1].count
+        if self.later is not None and self.later_on_device is not None:
+            self._shifts[slot], self.later[slot] = axis_shifts(spans, join.prompt_len)
+            if (self._shifts[slot][-1] != self.later[slot]).any():
+                self._ends[slot] = join.prompt_len
+            self.later_on_device[slot] = copy_to(torch.from_numpy(self.later[slot]), self._device)
+        return tokens
+
+    def leave(self, slot: int) -> None:
+        if self._spans.pop(slot, None) is None:
+            return
+        self._ends.pop(slot)
+        if self._shifts.pop(slot, None) is not None:
+            assert self.later is not None and self.later_on_device is not None
+            self.later[slot] = 0
+            self.later_on_device[slot] = 0
+
+    def has(self, slot: int) -> bool:
+        return slot in self._spans
+
+    def problem(self, row: Row) -> str | None:
+        """Why a row cannot run; None = the features that it needs are there."""
+        if self.features is not None and not self.features.is_here:
+            return None
+        for span, first, last in self._within(row.slot, row.start, row.start + row.count):
+            rows = None if self.features is None else self.features.of(span.content)
+            if rows is None:
+                return f"the features of places {first} … {last - 1} are not there"
+            if span.offset + span.count > len(rows):
+                return f"the content of place {span.first} has only {len(rows)} feature rows"
+        return None
+
+    def taken(
+        self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, offsets: np.ndarray
+    ) -> list[tuple[int, Tensor]]:
+        """Feature rows that the tokens of a batch take: (first token, rows), in any order."""
+        if not self._spans or self.features is None:
+            return []
+        found: list[tuple[int, Tensor]] = []
+        for slot, start, end, at in zip(
+            *(each.tolist() for each in (slots, starts, ends, offsets[:-1])), strict=True
+        ):
+            for span, first, last in self._within(slot, start, end):
+                rows = self.features.of(span.content)
+                assert rows is not None, f"no features at place {first} of slot {slot}"
+                offset = span.offset + first - span.first
+                found.append((at + first - start, rows[offset : offset + last - first]))
+        return found
+
+    def fill_shifts(
+        self,
+        out: np.ndarray,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        offsets: np.ndarray,
+    ) -> None:
+        """Enter the shift of every token of a batch, [tokens, AXES]."""
+        assert self.later is not None
+        tokens = int(offsets[-1])
+        out[:tokens] = np.repeat(self.later[slots], counts, axis=0)
+        for slot, start, count, at in zip(
+            *(each.tolist() for each in (slots, starts, counts, offsets[:-1])), strict=True
+        ):
+            known = self._shifts.get(slot)
+            if known is not None and start < len(known):
+                mine = known[start : start + count]
+                out[at : at + len(mine)] = mine
+
+    def reaches(self, slots: np.ndarray, starts: np.ndarray) -> bool:
+        """Whether any of these rows begins before the places that are all alike, after the last
+        span of its slot."""
+        if not self._spans:
+            return False
+        return any(
+            start < self._ends.get(slot, 0)
+            for slot, start in zip(slots.tolist(), starts.tolist(), strict=True)
+        )
+
+    def _within(self, slot: int, start: int, end: int) -> Iterable[tuple[PlacedSpan, int, int]]:
+        """The spans of a slot within places start … end - 1, with their part of these."""
+        for span in self._spans.get(slot, ()):
+            first, last = max(start, span.first), min(end, span.first + span.count)
+            if first < last:
+                yield span, first, last
