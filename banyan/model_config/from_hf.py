@@ -18,7 +18,7 @@ from banyan.families.base import MAX_LENGTH, MAX_WIDTH, HubForm, window_everywhe
 from banyan.families.nested import NESTED, TEXT_MODELS, NestedForm
 from banyan.formats.shards import tensor_names
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
-from banyan.model_config.media import read_media
+from banyan.model_config.media_from_hf import read_media
 from banyan.model_config.model_config import ModelConfig, QuantFacts, RopeFacts
 from banyan.model_config.pooling import (
     is_bare,

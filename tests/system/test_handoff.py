@@ -222,8 +222,12 @@ def test_a_prompt_that_nobody_will_take_goes_with_whoever_asked_for_it(pair: Pai
             "the last one would be 65536",
         ),
         (
-            {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
-            "cannot be combined with --hicache-storage-backend",
+            {
+                "disaggregation_mode": "decode",
+                "enable_hierarchical_cache": True,
+                "hicache_storage_backend": "file",
+            },
+            "stores pages only with --disaggregation-decode-enable-offload-kvcache",
         ),
         ({"host": "0.0.0.0"}, "BANYAN_DIST_SECRET"),
         ({"disaggregation_transfer_backend": "mori"}, "use tcp"),

@@ -208,6 +208,10 @@ def check_hicache(config: Config, model_config: ModelConfig, environment: Enviro
         return config
     if cache.store != HOST:
         flag = f"--hicache-storage-backend {cache.store}"
+    if config.handoff.mode == "decode" and not config.handoff.offloads:
+        raise ConfigError(
+            f"{flag}: {why_no_store(config, model_config)}", hint="give it, or leave the store out"
+        )
     if parallel.nodes > 1 or parallel.cp > 1:
         name = parallel.nodes_flag if parallel.nodes > 1 else f"--attn-cp-size {parallel.cp}"
         raise ConfigError(
