@@ -241,8 +241,8 @@ class SpanContents:
         step: StepId,
         running: Sequence[Request],
     ) -> bool:
-        """Make room for the rows of an item, unless it has it already. Rows of this very step keep
-        their features.
+        """Make room for the rows of an item, unless it has it already. What a row or a piece of
+        this very step works on stays.
 
         Features that other requests wait to run over are given up only for a running request of
         higher rank, so the first of the running ones always gets on.
@@ -268,7 +268,11 @@ class SpanContents:
             for rank, other in waiting.items():
                 if other is not request and other.state != RUNNING and rank < request.rank:
                     kept |= {s.digest for s in other.generate.spans}
-        free = [each for each in held if each.content.digest not in kept and each.read_by != step]
+        free = [
+            each
+            for each in held
+            if each.content.digest not in kept and step not in (each.read_by, each.step)
+        ]
         for each in sorted(free, key=lambda each: each.used):
             missing -= each.content.rows
             self._give_up(each)
