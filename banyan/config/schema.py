@@ -552,6 +552,8 @@ class HandoffConfig:
 @dataclass(frozen=True)
 class LoraConfig:
     is_enabled: bool = False
+    backend: str = ""
+    """"torch_native" = adapters are applied in plain PyTorch; else by the device's kernel."""
     paths: tuple[str, ...] = ()
     """Adapters to load at start, as `lora/adapter_files.py` reads them."""
     max_rank: int = 0
