@@ -757,6 +757,35 @@ class ObserveConfig:
 
 
 @dataclass(frozen=True)
+class MediaOptions:
+    """Pictures in prompts."""
+
+    is_enabled: bool = False
+    """Asked for: a model without a supported tower ends the start. A model with one takes pictures
+    in any case, unless `text_only`."""
+    text_only: bool = False
+    """Serve only the text model of a multimodal checkpoint."""
+    max_concurrent: int = 32
+    """Requests whose pictures are fetched and decoded at a time."""
+    timeout_s: float = 10.0
+    """Longest time for that, per request; 0 = ten minutes."""
+    process: dict[str, object] = field(default_factory=dict[str, object])
+    """{"image": settings} that override the model's image processor."""
+    limits: dict[str, object] = field(default_factory=dict[str, object])
+    """{"image": most pictures of one request}."""
+    workers: int = 0
+    """Processes that decode; 0 = one per core but one, at most 4."""
+    cache_mb: int = 256
+    """Memory for prepared pictures that may come again; 0 = none."""
+    max_file_mb: int = 64
+    """Largest file of a picture."""
+    domains: tuple[str, ...] = ()
+    """The only hosts that pictures are fetched from; () = all with a public address."""
+    folder: str = ""
+    """Folder that file:// URLs may read; "" = none."""
+
+
+@dataclass(frozen=True)
 class Config:
     model: LoadConfig = field(default_factory=LoadConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -768,5 +797,6 @@ class Config:
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    media: MediaOptions = field(default_factory=MediaOptions)
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

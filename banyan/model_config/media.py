@@ -102,8 +102,7 @@ class MediaConfig:
         settings: numbers of the rule ("patch", "merge", "min_pixels" …), of the checkpoint.
         video: the same for video; empty = the model takes none.
         image_token, video_token: placeholders; the chat template writes one per part.
-        begin, end: what the processor puts around each stretch and the template does not: ids, and
-            texts that are encoded.
+        begin, end: ids around each stretch that the processor adds, not the template.
         is_mutual: tokens of one picture see each other in both directions.
         axes: axis (0 time, 1 row, 2 column) of each rotary pair; () = ordinary positions.
     """
@@ -114,7 +113,7 @@ class MediaConfig:
     video_token: int | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     video: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    begin: tuple[int | str, ...] = ()
-    end: tuple[int | str, ...] = ()
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
     is_mutual: bool = False
     axes: tuple[int, ...] = ()

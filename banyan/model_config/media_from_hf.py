@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from banyan.base.json_types import is_list
+from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.media import MediaConfig, Setting, TowerConfig
@@ -19,6 +19,8 @@ _MAX_BLOCKS = 1024
 _MAX_PIXELS = 1 << 32
 _MAX_SIDE = 1 << 16
 _MAX_ID = 1 << 31
+_MAX_TOKENIZER = 256 << 20
+_TOKENIZER = "tokenizer.json"
 
 log = logger(__name__)
 
@@ -33,6 +35,7 @@ class _Source:
         vision: the configuration of the tower.
         image, video: of the processors; empty where the checkpoint has none.
         hidden_size: of the text model.
+        path: the folder.
     """
 
     whole: CheckpointFields
@@ -41,6 +44,7 @@ class _Source:
     image: CheckpointFields
     video: CheckpointFields
     hidden_size: int
+    path: str
 
 
 def read_media(
@@ -65,11 +69,13 @@ def read_media(
         ModelError: names the key that is wrong.
     """
     reader = _READERS.get(outer)
+    if outer in _NAMED_BY_TOKENIZER and not os.path.isfile(os.path.join(path, _TOKENIZER)):
+        return None
     vision = whole.part("vision_config")
     if reader is None or vision is None:
         return None
     image, video = _processors(path)
-    found = reader(_Source(whole, text, vision, image, video, hidden_size))
+    found = reader(_Source(whole, text, vision, image, video, hidden_size, path))
     if found is not None and found.is_mutual and not allows_mutual:
         log.warning(
             "%s takes text only: within a picture its tokens attend in both directions, which no "
@@ -426,6 +432,17 @@ def _image_token(source: _Source, default: int) -> int:
     return source.whole.integer(key, 0, _MAX_ID, default=default)
 
 
+def _added_token(source: _Source, content: str) -> int:
+    """The id of a special token that config.json does not name."""
+    file = os.path.join(source.path, _TOKENIZER)
+    fields = CheckpointFields(read_json(file, is_needed=True, limit=_MAX_TOKENIZER), file)
+    listed = fields.listed("added_tokens")
+    for token in listed:
+        if is_object(token) and token.get("content") == content:
+            return CheckpointFields(token, file).integer("id", 0, _MAX_ID)
+    raise fields.error("added_tokens", None, f"a list that has {content}")
+
+
 def _gemma3(source: _Source) -> MediaConfig:
     """Gemma 3 (arXiv 2503.19786): one square, whose features are the means of smaller squares."""
     tower = _vit(source, positions="learned", last_norm="layer", merger="pooling")
@@ -452,8 +469,8 @@ def _gemma3(source: _Source) -> MediaConfig:
             "merge": tower.merge,
             **_resample(source.image, _BILINEAR),
         },
-        begin=("\n\n", begin),
-        end=(end, "\n\n"),
+        begin=(begin,),
+        end=(end,),
         is_mutual=True,
     )
 
@@ -558,8 +575,8 @@ def _internvl(source: _Source) -> MediaConfig:
             "max_tiles": source.image.integer("max_patches", 1, 4096, default=12),
             **_resample(source.image),
         },
-        begin=("<img>",),
-        end=("</img>",),
+        begin=(_added_token(source, "<img>"),),
+        end=(_added_token(source, "</img>"),),
     )
 
 
@@ -623,7 +640,7 @@ def _llama4(source: _Source) -> MediaConfig:
     return MediaConfig(
         rule="llama4",
         tower=tower,
-        image_token=source.whole.integer("image_token_index", 0, _MAX_ID, default=200092),
+        image_token=_added_token(source, "<|image|>"),
         settings={
             "tile": tower.side * tower.patch,
             "patch": tower.patch,
@@ -708,3 +725,5 @@ _READERS: Mapping[str, Callable[[_Source], MediaConfig | None]] = {
     "Llama4ForConditionalGeneration": _llama4,
 }
 """Class in config.json -> reader."""
+_NAMED_BY_TOKENIZER = ("InternVLForConditionalGeneration", "Llama4ForConditionalGeneration")
+"""Classes whose placeholders only the tokenizer names."""

@@ -1,12 +1,14 @@
 """What one key has made, another neither sees, continues nor ends."""
 
+import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.server.fakes import Site
+from tests.server.fakes import Site, steps
 from tests.support.flags import config_of
 
 ALICE = {"authorization": "Bearer alice-key"}
@@ -69,3 +71,27 @@ def test_a_request_is_ended_by_the_key_that_made_it_or_by_an_administrator(site:
             assert abort(ALICE, rid="job") == 1 and abort(ALICE, abort_all=True) == 1
             assert abort(ADMIN, rid="job") == 1 and abort(ADMIN, abort_all=True) == 1
     assert site.client.aborted == ["job"] * 4
+
+
+def test_requests_of_several_keys_on_one_connection_are_answered_in_order() -> None:
+    """All of them in one packet, as a proxy sends them, among them one with a wrong key."""
+    keys = ("alice", "bob", "nobody")
+    with Site(config_of("--api-key", "alice bob").server).serving() as site:
+        site.generator.script = lambda r: steps(site.tokenizer.decode(r.prompt)[-3:])
+
+        def written(number: int) -> bytes:
+            body = f'{{"text": "canary {number:03}"}}'
+            head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}"
+            return f"{head}\r\nAuthorization: Bearer {keys[number % 3]}\r\n\r\n{body}".encode()
+
+        last = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", site.port), timeout=30) as connection:
+            connection.sendall(b"".join(map(written, range(30))) + last)
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+        namespaces = [request.message.namespace for request in site.generator.asked]
+    found = re.findall(r"HTTP/1.1 (\d+)|\"text\": ?\"(\d+)\"", answer)
+    wanted: list[tuple[str, str]] = []
+    for n in range(30):
+        wanted += [("401", "")] if n % 3 == 2 else [("200", ""), ("", f"{n:03}")]
+    assert found == [*wanted, ("200", "")]
+    assert len(namespaces) == 20 and set(namespaces[::2]).isdisjoint(namespaces[1::2])

@@ -42,6 +42,8 @@ def start(model: Path, is_drafting: bool = True, **flags: object) -> Engine:
     if is_drafting:
         flags |= {"speculative_algorithm": "NGRAM", "disable_adaptive_drafts": True}
     known = {"threads": 1, "max_total_tokens": 4096, "log_level": "error", "check_ledger": True}
+    # Backends jump differently, and on a busy machine two engines may not end up with the same one.
+    known["grammar_backend"] = "llguidance"
     if not set(flags) & {"tp_size", "pp_size", "dp_size", "attn_cp_size"}:
         known["engine_mode"] = "inprocess"  # another process takes two seconds to begin
     return Engine(model_path=str(model), **(known | flags))

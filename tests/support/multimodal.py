@@ -217,7 +217,7 @@ RECIPES: Mapping[str, Recipe] = {
             "num_hidden_layers": 4,
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
-            "attention_chunk_size": 64,
+            "attention_chunk_size": 512,
             "pad_token_id": 0,
         },
         _VIT

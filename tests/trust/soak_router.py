@@ -225,6 +225,7 @@ def test_nothing_grows_and_nothing_is_mixed_up(
     seen = Seen()
     flags = ("--api-key", WORKER_KEY, "--admin-api-key", ADMIN, "--random-seed", "7")
     flags = with_tiny_model((*flags, "--check-ledger"), tiny_model)
+    flags = (*flags, "--max-total-tokens", os.environ.get("ROUTED_TOKENS", "4096"))
     keys = ("--api-key", " ".join(KEYS), "--admin-api-key", ADMIN)
     with (
         serving(tmp_path / "a.log", *flags) as first,
