@@ -37,7 +37,7 @@ from banyan.lora.adapter_files import AdapterPlace, checked_name
 from banyan.messages.events import Ready, Reply, Stats, accept_length
 from banyan.messages.transport import FrontLink, PrivateFolder, SocketFrontLink, local_pair
 from banyan.model_config.model_config import ModelConfig
-from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
+from banyan.requests.defaults import limits_of, open_media, sampling_defaults, seed_source
 from banyan.requests.embeddings import VectorService, prompts_of
 from banyan.requests.generate_response import NativeService, NativeSettings
 from banyan.requests.lora_names import AdapterNames
@@ -134,7 +134,8 @@ class Engine:
             prompt, input_ids: exactly one of them; a list of prompts is answered by a list.
             sampling_params: for all prompts, or one per prompt.
             stream: give an iterator of answers so far instead (their last is complete).
-            fields: the other fields of /generate: return_logprob, logprob_start_len,
+            fields: the other fields of /generate: image_data (PIL images, arrays, paths, URLs,
+                bytes, or a list of these for each prompt), return_logprob, logprob_start_len,
                 top_logprobs_num, token_ids_logprob, rid, priority, lora_path …
 
         Returns:
@@ -441,6 +442,10 @@ async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> 
         )
         generator = open_generator(client, tokenizer, limits, config.observe)
         adapters = AdapterNames.of(config.lora)
+        own_files = replace(config, media=replace(config.media, folder="/"))
+        media = open_media(own_files, model_config, tokenizer, limits)
+        if media is not None:
+            stack.callback(media.close)
         native = NativeService(
             generator,
             tokenizer,
@@ -453,6 +458,7 @@ async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> 
                 config.cache.store,
             ),
             adapters,
+            media,
         )
         vectors = VectorService(generator, tokenizer, limits, config.model.weight_version)
         mine = (client, ready, tokenizer, limits, native, vectors, Sessions(), adapters, handles)
@@ -524,6 +530,10 @@ def _body(
     stream: bool,
     fields: Mapping[str, object],
 ) -> dict[str, object]:
+    if fields.get("image_data") is not None:
+        from banyan.media.pixels import own_picture  # Pillow: only where there is a picture
+
+        fields = {**fields, "image_data": own_picture(fields["image_data"])}
     return {
         "text": prompt,
         "input_ids": input_ids,

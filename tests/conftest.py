@@ -61,6 +61,8 @@ LAYERS = {
     "context_parallel/": "model",
     "deploy/test_dashboards": "live",
     "disaggregation/": "model",
+    "media/test_preparation": "live",
+    "server/test_pictures": "live",
     "engine/test_multi_node": "live",
     "examples/": "live",
     "hub/test_downloads": "live",

@@ -27,6 +27,7 @@ from banyan.config.schema import Config
 from banyan.engine_client.request_log import metrics_observers_of
 from banyan.grammar.base import BACKENDS
 from banyan.kv_transfer.store import STORES
+from banyan.media.preparation import check_media
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE
 from banyan.parsers.reasoning import REASONING_PARSERS
@@ -132,6 +133,7 @@ def check_names(config: Config) -> None:
     if config.observe.sigquit_handler:
         _check_function("--custom-sigquit-handler", config.observe.sigquit_handler)
     check_preferred(server)
+    check_media(config.media)
 
 
 def _check(flag: str, name: str, known: Iterable[str]) -> None:

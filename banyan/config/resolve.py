@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError
-from banyan.base.log import logger
+from banyan.base.log import logger, printable
 from banyan.config.delete_checkpoint import Moment, check_deletion
 from banyan.config.env import Environment
 from banyan.config.hooks import check_forward_hooks
@@ -70,8 +70,15 @@ def find_model(config: Config, environment: Environment) -> tuple[Config, ModelC
         config.model.load_format,
         config.model.overrides,
         is_foreign=is_foreign,
+        with_media=not config.media.text_only,
         config_file=config.model.config_file,
     )
+    if config.media.is_enabled and (model_config.media is None or config.media.text_only):
+        raise ConfigError(
+            f"--enable-multimodal: {printable(config.model.source)} has no tower for pictures that "
+            "runs here",
+            hint="leave it out, or choose a model of docs/multimodal.md",
+        )
     if config.model.is_embedding and model_config.pooling is None:
         model_config = replace(
             model_config, pooling=read_pooling(model_config), tie_embeddings=False
@@ -140,6 +147,7 @@ RULES = (
     model.check_score_delimiter,
     model.check_json_white_space,
     execution.choose_attention,
+    execution.choose_lora_kernels,
     check_forward_hooks,
     plan_drafts,
     execution.choose_multi_step,

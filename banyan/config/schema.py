@@ -55,7 +55,6 @@ class LoadConfig:
     disable_mmap: bool = False
     """Read files of weights into memory instead of mapping them."""
     loader_options: dict[str, object] = field(default_factory=dict[str, object])
-    """Read by `config/rules/model.py`."""
     loader_threads: int = 0
     """Threads that read files of weights ahead of the loader; set by `config/rules/model.py`."""
     config_file: str = ""
@@ -257,8 +256,7 @@ class ParallelConfig:
     threads: int = 0
     """CPU threads of one rank; 0 = cores / (ranks · replicas)."""
     interface: str = ""
-    """Network interface whose address a rank listens on between machines; "" = the one that reaches
-    the other ranks."""
+    """Network interface that a rank listens on between machines; "" = by the route."""
     meet_timeout_s: float = 300.0
     """How long a rank waits for the others, at the start and in each collective."""
 
@@ -332,8 +330,7 @@ class DeviceConfig:
     decode_attention: str = ""
     """The same for rows of several tokens, and for rows of one; "" = as `attention`."""
     torch_phase: str = ""
-    """Phase in which torch attends next to the device's kernel: "prefill" or "decode"; "" = none.
-    Set by `config/rules/execution.py`."""
+    """Phase in which torch attends, for `config/rules/execution.py`: "prefill", "decode" or ""."""
     exact_head: bool = False
     """Compute logits from fp32 activations."""
     is_deterministic: bool = False
@@ -552,6 +549,8 @@ class HandoffConfig:
 @dataclass(frozen=True)
 class LoraConfig:
     is_enabled: bool = False
+    backend: str = ""
+    """"torch_native" = adapters are applied in plain PyTorch; else by the device's kernel."""
     paths: tuple[str, ...] = ()
     """Adapters to load at start, as `lora/adapter_files.py` reads them."""
     max_rank: int = 0
@@ -755,6 +754,35 @@ class ObserveConfig:
 
 
 @dataclass(frozen=True)
+class MediaOptions:
+    """Pictures in prompts."""
+
+    is_enabled: bool = False
+    """Asked for: a model without a supported tower ends the start. A model with one takes pictures
+    in any case, unless `text_only`."""
+    text_only: bool = False
+    """Serve only the text model of a multimodal checkpoint."""
+    max_concurrent: int = 32
+    """Requests whose pictures are fetched and decoded at a time."""
+    timeout_s: float = 10.0
+    """Longest time for that, per request; 0 = ten minutes."""
+    process: dict[str, object] = field(default_factory=dict[str, object])
+    """{"image": settings} that override the model's image processor."""
+    limits: dict[str, object] = field(default_factory=dict[str, object])
+    """{"image": most pictures of one request}."""
+    workers: int = 0
+    """Processes that decode; 0 = one per core but one, at most 4."""
+    cache_mb: int = 256
+    """Memory for prepared pictures that may come again; 0 = none."""
+    max_file_mb: int = 64
+    """Largest file of a picture."""
+    domains: tuple[str, ...] = ()
+    """The only hosts that pictures are fetched from; () = all with a public address."""
+    folder: str = ""
+    """Folder that file:// URLs may read; "" = none."""
+
+
+@dataclass(frozen=True)
 class Config:
     model: LoadConfig = field(default_factory=LoadConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -766,5 +794,6 @@ class Config:
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    media: MediaOptions = field(default_factory=MediaOptions)
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -30,6 +30,12 @@ def check_spec(request: RequestSpec, limits: Limits, has_tokenizer: bool) -> Non
         raise RequestError(
             f"input_ids must be in [0, {vocab_size}), got {wrong}.", param="input_ids"
         )
+    if not request.message.spans and any(id in prompt for id in limits.media_ids):
+        raise RequestError(
+            "The prompt has the placeholder of a picture, and no picture came with it.",
+            code="unsupported_content",
+            hint="Send pictures as parts of /v1/chat/completions, or as image_data of /generate.",
+        )
     if not has_tokenizer and (request.text.stop or request.text.stop_regex):
         raise RequestError(
             "stop needs a tokenizer and this server runs without one",

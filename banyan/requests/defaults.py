@@ -4,8 +4,10 @@ import random
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.config.schema import Config, ServerConfig
+from banyan.media.preparation import MediaService
 from banyan.messages.events import Ready
 from banyan.messages.sampling_params import LOGIT_PROCESSORS
+from banyan.model_config.media import MediaConfig
 from banyan.model_config.model_config import ModelConfig
 from banyan.requests.sampling_params import (
     NATIVE_DEFAULTS,
@@ -50,8 +52,28 @@ def limits_of(
         embedding_scale=model_config.embedding_scale,
         role=config.handoff.role,
         has_rooms=config.handoff.transfer != "fake",
+        media_ids=() if model_config.media is None else _placeholders(model_config.media),
         fakes_prompts=config.handoff.fakes_prompts and config.handoff.mode == "decode",
     )
+
+
+def _placeholders(media: MediaConfig) -> tuple[int, ...]:
+    tokens = (media.image_token, media.video_token)
+    return tuple(token for token in tokens if token is not None)
+
+
+def open_media(
+    config: Config, model_config: ModelConfig, tokenizer: Tokenizer | None, limits: Limits
+) -> MediaService | None:
+    """What prepares the pictures of requests; None if the model takes none.
+
+    Raises:
+        ConfigError: --mm-process-config does not fit the model.
+    """
+    if model_config.media is None or tokenizer is None or limits.is_embedding:
+        return None
+    longest = min(limits.context_length, limits.total)
+    return MediaService(model_config.media, config.media, tokenizer, longest)
 
 
 def _expert_choices(config: Config, model_config: ModelConfig) -> int:

@@ -5,10 +5,12 @@ generate_response builds the answers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from banyan.base.errors import RequestError
+from banyan.media.parts import IMAGE, MediaPart, read_options, source_of
+from banyan.media.preparation import Expanded, MediaService, expanded
 from banyan.requests import constraint
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.prompts import (
@@ -38,6 +40,7 @@ from banyan.requests.sampling_params import (
     fit_prompt,
     fresh_seed,
     parse_sampling,
+    too_long,
 )
 from banyan.tokenizer.tokenizer import Tokenizer
 
@@ -61,6 +64,7 @@ _HONOURED = frozenset(
         "stream",
         "return_prompt_token_ids",
         "custom_logit_processor",
+        "image_data",
         *SHARED_FIELDS,
         "lora_path",
     }
@@ -68,7 +72,6 @@ _HONOURED = frozenset(
 
 _REFUSED = frozenset(
     {
-        "image_data",
         "video_data",
         "audio_data",
         "watermark",
@@ -129,27 +132,33 @@ def parse_native(
     draw_seed: DrawSeed = fresh_seed,
     context: RequestContext | None = None,
     adapters: AdapterNames | None = None,
+    media: MediaService | None = None,
 ) -> NativeRequest:
     """Check a native request and tokenise its prompts.
 
     Args:
         context: of the caller; None = a caller without a key.
         adapters: adapters that may be named; None = none.
+        media: prepares pictures; None = the model takes none.
 
     Raises:
+        NeedsMedia: its pictures are not in `context.media` yet.
         RequestError: names the field, the rule and the value.
     """
+    context = context or RequestContext()
     ignored = _check_fields(body)
     fields = Fields(body)
     embeds, is_batch = _embedded(fields, limits)
     if embeds:
         width = limits.hidden_size * FLOAT_BYTES
-        prompts = [[PLACEHOLDER] * (len(e) // width) for e in embeds]
-        given = [as_contents(e, limits.hidden_size) for e in embeds]
+        given = [(e, *as_contents(e, limits.hidden_size)) for e in embeds]
+        whole = [Expanded([PLACEHOLDER] * (len(e) // width), s, c) for e, s, c in given]
+        fields.num = len(whole) if is_batch else None
     else:
-        prompts, is_batch = _prompts(fields, tokenizer, limits), _is_batch(fields)
-        given = [((), ())] * len(prompts)
-    fields.num = len(prompts) if is_batch else None
+        prompts = _prompts(fields, tokenizer, limits)
+        fields.num = len(prompts) if _is_batch(fields) else None
+        whole = _with_pictures(fields, prompts, limits, media, context)
+    prompts = [prompt.ids for prompt in whole]
     sampling = _sampling(fields)
     parsed = [
         parse_sampling(
@@ -168,13 +177,11 @@ def parse_native(
     show_text = fields.flag("return_text_in_logprobs")
     show_prompt_ids = fields.flag("return_prompt_token_ids")
     specs = build_specs(
-        context or RequestContext(),
+        context,
         fields,
         [
-            PromptSpec(tokens, options, scores.options, adapter, spans, contents)
-            for tokens, options, scores, adapter, (spans, contents) in zip(
-                prompts, parsed, shown, chosen, given, strict=True
-            )
+            PromptSpec(prompt.ids, options, scores.options, adapter, prompt.spans, prompt.contents)
+            for prompt, options, scores, adapter in zip(whole, parsed, shown, chosen, strict=True)
         ],
         "generate",
     )
@@ -250,12 +257,80 @@ def _embedded(fields: Fields, limits: Limits) -> tuple[list[bytes], bool]:
     given = fields.get("input_embeds")
     if given is None:
         return [], False
-    for name in ("text", "input_ids", "return_prompt_token_ids"):
+    for name in ("text", "input_ids", "image_data", "return_prompt_token_ids"):
         if fields.get(name):
             raise RequestError(
                 f"input_embeds stand in place of token ids; leave out {name}", param=name
             )
     return parse_embeds(given, limits)
+
+
+def _with_pictures(
+    fields: Fields,
+    prompts: list[list[int]],
+    limits: Limits,
+    media: MediaService | None,
+    context: RequestContext,
+) -> list[Expanded]:
+    """The prompts with the pictures of `image_data` in place of their placeholders."""
+    if _is_neutral(fields.get("image_data")):
+        return [Expanded(prompt) for prompt in prompts]
+    if media is None:
+        raise RequestError(
+            "this model takes no pictures",
+            param="image_data",
+            code="not_available",
+            hint="Leave image_data out of the request.",
+        )
+    given = _image_data(fields, len(prompts))
+    for listed in given:
+        media.check_count(len(listed))
+    parts = [[_picture(value, f"image_data[{i}]") for value in g] for i, g in enumerate(given)]
+    items = context.media.of([part for listed in parts for part in listed])
+    rest = iter(items)
+    found = []
+    for prompt, listed in zip(prompts, parts, strict=True):
+        own = [next(rest) for _ in listed]
+        whole = expanded(prompt, own, media.placeholder, media.placeholder_text)
+        if len(whole.ids) >= min(limits.context_length, limits.total):
+            raise too_long(len(whole.ids), limits)
+        found.append(whole)
+    return found
+
+
+def _image_data(fields: Fields, num_prompts: int) -> list[list[object]]:
+    """The pictures of each prompt: one, a list of them, or for several prompts a list of either."""
+    value = fields.get("image_data")
+    if fields.num is None:
+        listed = value if isinstance(value, list) else [value]
+        inner = listed[0] if len(listed) == 1 else None
+        return [inner if isinstance(inner, list) else listed]
+    values = value if isinstance(value, list) else [value] * num_prompts
+    each = fields.in_batch("image_data", values)
+    return [v if isinstance(v, list) else [] if v is None else [v] for v in each]
+
+
+def _picture(value: object, param: str) -> MediaPart:
+    """A URL, base64, a path as file: URL, bytes (offline), or {"url" | "image": one of these}."""
+    if isinstance(value, Mapping):
+        if value.get("format") is not None:
+            raise RequestError(
+                f"{param}: features of another processor (format) are not taken",
+                param="image_data",
+                code="not_available",
+                hint="Send the picture itself",
+            )
+        options = read_options(value, param)
+        inner = value.get("url", value.get("image"))
+        return replace(_picture(inner, param), options=options)
+    if isinstance(value, bytes):
+        return MediaPart(IMAGE, value, param)
+    if not isinstance(value, str) or not value:
+        raise RequestError(
+            f"{param} must be a URL, base64 or an object with a url, got {type(value).__name__}",
+            param="image_data",
+        )
+    return MediaPart(IMAGE, source_of(value, param), param)
 
 
 def _prompts(fields: Fields, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:

@@ -12,6 +12,7 @@ from typing import cast
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
+from banyan.media.preparation import MediaService, NeedsMedia
 from banyan.messages.events import DraftReport
 from banyan.requests.generate_request import NativeRequest, NativeSequence, parse_native
 from banyan.requests.generation import (
@@ -64,6 +65,7 @@ class NativeService:
 
     Args:
         adapters: adapters that requests may name; None = none.
+        media: prepares pictures; None = the model takes none.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class NativeService:
         limits: Limits,
         settings: NativeSettings | None = None,
         adapters: AdapterNames | None = None,
+        media: MediaService | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._adapters = adapters
+        self._media = media
         self.settings = settings or NativeSettings()
         self._generator = generator
         self._tokenizer = tokenizer
@@ -98,6 +102,12 @@ class NativeService:
             size = len(text) if isinstance(text, str) else THREAD_BYTES + 1
         if self._tokenizer is not None and self._tokenizer.waits:
             size += THREAD_BYTES + 1
+        context = context or RequestContext()
+        try:
+            return await off_loop(size, lambda: self.parse(body, context))
+        except NeedsMedia as needed:
+            assert self._media is not None, "a model without pictures refuses them"
+            context.media.items |= await self._media.prepare(needed.parts, context.tenant)
         return await off_loop(size, lambda: self.parse(body, context))
 
     async def answer(self, request: NativeRequest) -> dict[str, object] | list[dict[str, object]]:
@@ -140,6 +150,7 @@ class NativeService:
             draw_seed=self.settings.draw_seed,
             context=context,
             adapters=self._adapters,
+            media=self._media,
         )
 
     def _render(

@@ -20,6 +20,7 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId, fresh_id
 from banyan.base.json_types import whole_number
+from banyan.media.preparation import PreparedMedia
 from banyan.messages.requests import ANY_REPLICA, NO_HIDDEN, NO_SCORES, Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.messages.spans import Content, Span, ids_with_spans
@@ -41,6 +42,7 @@ class RequestContext:
         key_name: name of the caller's key in --api-key-file; "" = none.
         is_admin: may end the requests of others.
         deadline_s: monotonic time at which the request must have ended; None = no limit.
+        media: the pictures of the request, once they are prepared.
         warnings: reports for the answer about parts of the request without effect.
     """
 
@@ -51,6 +53,7 @@ class RequestContext:
     key_name: str = ""
     is_admin: bool = False
     deadline_s: float | None = None
+    media: PreparedMedia = field(default_factory=PreparedMedia)
     warnings: list[str] = field(default_factory=list[str])
 
     def warn(self, text: str) -> None:
@@ -326,7 +329,7 @@ def spec_of(
         first_hidden = 0 if hidden == ALL_HIDDEN else len(prompt) - 1
     message = Generate(
         request=id,
-        tokens=tokens,
+        tokens=ids_with_spans(tokens, fields.get("spans", ())),
         sampling=sampling,
         score_from=scores.start,
         score_top=scores.top if scores.start != NO_SCORES else 0,

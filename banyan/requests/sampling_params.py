@@ -102,6 +102,7 @@ class Limits:
         processors: logit processors that requests may name; None = none at all.
         role: "prefill" or "decode" with PD disaggregation; "" without.
         has_rooms: requests must name their bootstrap room; else each gets one.
+        media_ids: placeholders of pictures, which a prompt may hold only with pictures.
         fakes_prompts: prompts of requests that name no prefill server are invented.
     """
 
@@ -128,6 +129,7 @@ class Limits:
     processors: tuple[str, ...] | None = None
     role: str = ""
     has_rooms: bool = True
+    media_ids: tuple[int, ...] = ()
     fakes_prompts: bool = False
 
     @property
@@ -245,6 +247,14 @@ def fit_prompt(prompt: list[int], limits: Limits) -> list[int]:
         return prompt[: limits.total - 1]
     _check_prompt_len(len(prompt), limits)
     return prompt
+
+
+def too_long(prompt_len: int, limits: Limits) -> RequestError:
+    """The refusal of a prompt that cannot be cut."""
+    return _overflow(
+        f"The input ({prompt_len} tokens) is longer than the model's context length "
+        f"({limits.total} tokens), and a prompt with pictures is not cut."
+    )
 
 
 def _check_prompt_len(prompt_len: int, limits: Limits) -> None:

@@ -25,6 +25,7 @@ from banyan.config.schema import Config
 from banyan.engine_client.client import Replicas
 from banyan.engine_client.metrics_observer import MetricsExporter, MetricsObserver, report_refused
 from banyan.engine_client.request_log import Recent
+from banyan.media.preparation import MediaService
 from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import Parsers
@@ -69,6 +70,8 @@ class Service:
     """None = the model has no chat template."""
     parsers: Parsers = field(default_factory=Parsers)
     """Parsers of reasoning and tool calls in answers."""
+    media: MediaService | None = None
+    """None = the model takes text only."""
     fill_in: FillIn | None = None
     """The fill-in-the-middle format; None = `suffix` is refused."""
     native_defaults: Mapping[str, object] = field(default_factory=lambda: NATIVE_DEFAULTS)

@@ -235,7 +235,7 @@ def test_fields_without_effect_are_named_in_the_answer():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("image_data", "cat.png"),
+        ("video_data", "cat.mp4"),
         ("session_params", {"id": "s"}),
     ],
 )

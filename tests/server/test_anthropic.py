@@ -408,8 +408,19 @@ def test_the_model_is_listed_and_found_by_name(client: anthropic.Anthropic) -> N
 REFUSALS = {
     "no max_tokens": ({"max_tokens": None}, "max_tokens"),
     "an image": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "source": {"type": "url", "url": "https://a.b/c"}}],
+                }
+            ]
+        },
+        "unsupported content type 'image_url' in messages[0]",
+    ),
+    "an image without a source": (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        "unsupported content type 'image' in messages[0].content[0]",
+        "messages[0].content[0].source.type must be base64 or url",
     ),
     "an unknown role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     "no messages": ({"messages": []}, "Messages cannot be empty"),

@@ -270,9 +270,11 @@ def test_the_client_hears_the_same_whole_and_streamed(model: Site, client: ollam
 
 
 REFUSALS = {
-    "images": (GENERATE, {"images": ["aGk="]}, "text only"),
+    "images": (GENERATE, {"images": ["aGk="]}, "only supports text"),
     "images in a message": (
-        CHAT, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images",
+        CHAT,
+        {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
+        "only supports text",
     ),
     "a template": (GENERATE, {"template": "{{ .Prompt }}"}, "template"),
     "a context": (GENERATE, {"context": [1, 2]}, "/api/chat"),

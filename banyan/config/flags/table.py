@@ -25,6 +25,7 @@ from banyan.config.flags import cache as cache_flags
 from banyan.config.flags import (
     device,
     experts,
+    media,
     model,
     observe,
     schedule,
@@ -36,6 +37,7 @@ from banyan.config.flags.flag import SWITCH, Absent, Flag, Replaced
 GROUPS = (
     ("Model", model.FLAGS),
     ("Server", server.FLAGS),
+    ("Pictures", media.FLAGS),
     ("Scheduler", schedule.FLAGS),
     ("KV cache", cache_flags.FLAGS),
     ("Structured output", server.GRAMMAR_FLAGS),

@@ -19,7 +19,7 @@ from banyan.server.anthropic.schema import (
 from banyan.server.anthropic.translate import FIELD_NAMES, chat_body
 from banyan.server.errors import Json
 from banyan.server.http.dialect import ANTHROPIC
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, read_prompt
 from banyan.server.http.route import Body, Route
 from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.models import model_and_adapter
@@ -56,7 +56,7 @@ async def messages(exchange: HttpExchange, state: ServerState) -> None:
             raise with_names(error, FIELD_NAMES) from None
         return request, model, plan
 
-    request, model, plan = await exchange.request.read(read, waits=True)
+    request, model, plan = await read_prompt(exchange, read, service.media)
     answer = MessageAnswer(
         plan,
         f"msg_{exchange.context.id}",
@@ -89,9 +89,9 @@ async def count_tokens(exchange: HttpExchange, state: ServerState) -> None:
         request = _read(raw, CountRequest, report)
         model_and_adapter(request.model, state, exchange.context)
         body = chat_body(request, service.chat and service.chat.template, report)
-        return chat_prompt(service, typed(body, ChatRequest), report)[0]
+        return chat_prompt(exchange.context, service, typed(body, ChatRequest), report)[0].ids
 
-    ids = await exchange.request.read(read, waits=True)
+    ids = await read_prompt(exchange, read, service.media)
     await exchange.json({"input_tokens": len(ids)})
 
 

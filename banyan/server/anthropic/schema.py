@@ -83,7 +83,7 @@ _BLOCK: Mapping[str, None] = dict.fromkeys(
     (
         *("type", "text", "cache_control", "citations", "id", "name", "input", "caller"),
         *("tool_use_id", "is_error", "thinking", "signature", "data", "source", "title"),
-        "tool_name",
+        *("tool_name", "media_type", "url"),
     )
 )
 BLOCKS: Members = {

@@ -16,7 +16,13 @@ from banyan.server.anthropic.schema import (
     Turn,
 )
 from banyan.server.errors import Json
-from banyan.server.openai.prompts import add_text, check_messages, json_text, whole_texts
+from banyan.server.openai.prompts import (
+    add_text,
+    check_messages,
+    content_of,
+    json_text,
+    whole_texts,
+)
 from banyan.server.openai.schema import Report
 
 FIELD_NAMES: Mapping[str, str] = {
@@ -247,12 +253,12 @@ def _assistant(blocks: list[Block], where: str, names: dict[str, str], report: R
 def _given(turn: Turn, where: str, names: dict[str, str]) -> list[Json]:
     """Messages for one message of the user: tool results, and the texts around them."""
     found: list[Json] = []
-    texts: list[str] = []
+    parts: list[str | Json] = []
 
     def end_text() -> None:
-        if texts:
-            found.append({"role": turn.role, "content": "\n".join(texts)})
-            texts.clear()
+        if parts:
+            found.append({"role": turn.role, "content": content_of(parts)})
+            parts.clear()
 
     for i, block in enumerate(cast(list[Block], turn.content)):
         place = f"{where}[{i}]"
@@ -260,7 +266,7 @@ def _given(turn: Turn, where: str, names: dict[str, str]) -> list[Json]:
             end_text()
             found.append(_result(block, place, names))
         else:
-            texts.append(_text(block, place))
+            parts += _parts(block, place)
     end_text()
     return found
 
@@ -285,17 +291,49 @@ def _result(block: Block, place: str, names: dict[str, str]) -> Json:
     id = _member(block, "tool_use_id", place)
     content = block.get("content")
     if isinstance(content, list):
-        parts = cast(list[object], content)
-        content = "\n".join(_text(part, f"{place}.content[{i}]") for i, part in enumerate(parts))
+        blocks = cast(list[object], content)
+        found = [p for i, b in enumerate(blocks) for p in _parts(b, f"{place}.content[{i}]")]
+        content = content_of(found)
     elif not isinstance(content, str | None):
         raise _refusal(f"{place}.content must be a text or a list of blocks")
-    text = content or ""
+    content = content or ""
     if block.get("is_error") is True:
-        text = f"Error: {text}"
-    message: Json = {"role": "tool", "tool_call_id": id, "content": text}
+        is_text = isinstance(content, str)
+        content = f"Error: {content}" if is_text else [{"type": "text", "text": "Error:"}, *content]
+    message: Json = {"role": "tool", "tool_call_id": id, "content": content}
     if id in names:
         message["name"] = names[id]
     return message
+
+
+def _parts(block: object, place: str) -> list[str | Json]:
+    """The texts and pictures of a block."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or kind not in ("image", "document"):
+        return [_text(block, place)]
+    source = block.get("source")
+    if not isinstance(source, dict):
+        raise _refusal(f"{place}.source must be an object")
+    form = source.get("type")
+    if kind == "document":
+        content = source.get("content")
+        if form != "content" or not isinstance(content, list):
+            return [_text(block, place)]
+        blocks = cast(list[object], content)
+        found = [p for i, b in enumerate(blocks) for p in _parts(b, f"{place}.source.content[{i}]")]
+        title = block.get("title")
+        return [title, *found] if isinstance(title, str) else found
+    if form == "base64":
+        media_type = _member(source, "media_type", f"{place}.source")
+        url = f"data:{media_type};base64,{_member(source, 'data', f'{place}.source')}"
+    elif form == "url":
+        url = _member(source, "url", f"{place}.source")
+    else:
+        raise _refusal(
+            f"{place}.source.type must be base64 or url, got {str(form)[:40]!r}: a picture is sent "
+            "with the message"
+        )
+    return [{"type": "image_url", "image_url": {"url": url}}]
 
 
 def _text(block: object, place: str) -> str:
@@ -318,11 +356,14 @@ def _text(block: object, place: str) -> str:
         title = block.get("title")
         text = _member(source, "data", f"{place}.source")
         return f"{title}\n{text}" if isinstance(title, str) else text
+    hint = ""
+    if kind == "document":
+        hint = "Send a document as text, or its pages as pictures"
     raise RequestError(
-        f"Model only supports text input; received unsupported content type {kind[:40]!r} "
-        f"in {place}",
+        f"{place}: a block of type {kind[:40]!r} is not taken here",
         param="messages",
         code="unsupported_content",
+        hint=hint,
     )
 
 

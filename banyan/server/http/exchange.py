@@ -27,6 +27,7 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.log import printable
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
+from banyan.media.preparation import MediaService, NeedsMedia
 from banyan.requests.generation import Chunks
 from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import RETRY_AFTER_S, Json
@@ -87,7 +88,8 @@ class HttpRequest:
     async def read(self, work: Callable[[Json], T], waits: bool = False) -> T:
         """Parse the body as JSON and return `work` of it; in a thread if the body is large.
 
-        Do all work that grows with the request in `work`. The body is dropped afterwards.
+        Do all work that grows with the request in `work`. The body is dropped afterwards, except
+        when `work` raises NeedsMedia: then it is read again.
 
         Args:
             waits: `work` waits for another process; it runs in a thread whatever the size.
@@ -95,9 +97,14 @@ class HttpRequest:
         body = self.body
         size = len(body) + (THREAD_BYTES + 1 if waits or self._tokenizer_waits else 0)
         try:
-            return await off_loop(size, lambda: work(json_object(body, self.media)))
-        finally:
+            found = await off_loop(size, lambda: work(json_object(body, self.media)))
+        except NeedsMedia:
+            raise
+        except BaseException:
             self.drop_body()
+            raise
+        self.drop_body()
+        return found
 
     def drop_body(self) -> None:
         self.body = b""
@@ -319,6 +326,31 @@ class _Begun:
         except BaseException as error:  # pass a cancellation to the awaitable
             yield self._steps.throw(error)
         yield from self._steps
+
+
+async def read_prompt(
+    exchange: HttpExchange, work: Callable[[Json], T], media: MediaService | None
+) -> T:
+    """`work` of the JSON body, in a thread; with its pictures, if it has any.
+
+    `work` runs twice if it has: it raises NeedsMedia, the pictures are prepared, and it finds them
+    in `context.media`.
+
+    Args:
+        media: of the model; None = it takes no pictures, which `work` refuses.
+    """
+    try:
+        return await exchange.request.read(work, waits=True)
+    except NeedsMedia as needed:
+        assert media is not None, "a model without pictures refuses them"
+        exchange.context.warnings.clear()
+        try:
+            found = await media.prepare(needed.parts, exchange.context.tenant)
+        except BaseException:
+            exchange.request.drop_body()
+            raise
+        exchange.context.media.items |= found
+    return await exchange.request.read(work, waits=True)
 
 
 async def follow(

@@ -34,7 +34,7 @@ from banyan.messages.requests import REGEX, Constraint
 from banyan.messages.sampling_params import SamplingParams
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE, Parsers, choose_parsers
-from banyan.requests.defaults import limits_of, sampling_defaults, seed_source
+from banyan.requests.defaults import limits_of, open_media, sampling_defaults, seed_source
 from banyan.requests.generation import collect
 from banyan.requests.request_spec import spec_of
 from banyan.server.admin.health import generate_one
@@ -110,6 +110,7 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
         tokenizer=text.tokenizer,
         chat=text.chat,
         parsers=text.parsers,
+        media=open_media(config, model_config, text.tokenizer, limits),
         fill_in=text.fill_in,
         native_defaults=defaults,
         chat_defaults={

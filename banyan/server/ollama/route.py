@@ -14,7 +14,7 @@ from banyan.requests.request_spec import RequestContext, RequestSpec
 from banyan.server.embeddings import VectorRequest, vector_specs, vectors_of
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OLLAMA
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, read_prompt
 from banyan.server.http.route import Body, Route
 from banyan.server.ollama import models
 from banyan.server.ollama.answer import OllamaAnswer, now
@@ -80,9 +80,10 @@ def _prompt_body(service: Service, request: GenerateRequest, report: Report) -> 
     """A prompt is a user's message, unless it is raw, has a suffix, or there is no template."""
     if not (request.raw or request.suffix or service.chat is None):
         return prompt_body(request, report)
-    if request.system:
-        why = "there is no chat template" if service.chat is None else "the prompt is raw"
-        raise RequestError(f"system cannot be shown to the model: {why}", param="system")
+    for name in ("system", "images"):
+        if getattr(request, name):
+            why = "there is no chat template" if service.chat is None else "the prompt is raw"
+            raise RequestError(f"{name} cannot be shown to the model: {why}", param=name)
     prompt = request.prompt or ""
     if request.suffix:
         prompt = filled_in(service, prompt, request.suffix)
@@ -124,7 +125,7 @@ async def _answer(
     """Read the body, run it and answer; `empty` is the answer of an empty request."""
     started_ns = time.monotonic_ns()
     try:
-        request, asked = await exchange.request.read(read, waits=True)
+        request, asked = await read_prompt(exchange, read, service.media)
     except RequestError as error:
         raise with_names(error, FIELD_NAMES) from None
     if asked is None:

@@ -51,6 +51,7 @@ class GenerateRequest(TextRequest, frozen=True, kw_only=True):
     prompt: str | None = None
     suffix: str | None = None
     system: str | None = None
+    images: list[object] | None = None
     raw: bool | None = None
 
 
@@ -77,7 +78,6 @@ _NONE = (None, "", [], {})
 REFUSED: Mapping[str, tuple[Sequence[object], str]] = {
     "template": (_NONE, "a request may not bring its own template; use raw: true"),
     "context": (_NONE, "context is not available; send the messages to /api/chat"),
-    "images": (_NONE, "this server takes text only"),
     "width": (_NONE, "this server makes no images"),
     "height": (_NONE, "this server makes no images"),
     "steps": (_NONE, "this server makes no images"),

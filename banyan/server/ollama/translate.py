@@ -14,7 +14,7 @@ from banyan.server.ollama.schema import (
     OllamaChatRequest,
     TextRequest,
 )
-from banyan.server.openai.prompts import check_messages, json_text
+from banyan.server.openai.prompts import check_messages, content_of, json_text
 from banyan.server.openai.schema import Report
 
 FIELD_NAMES: Mapping[str, str] = {
@@ -78,7 +78,8 @@ def prompt_body(request: GenerateRequest, report: Report) -> Json:
     messages: list[Json] = []
     if request.system:
         messages.append({"role": "system", "content": request.system})
-    messages.append({"role": "user", "content": request.prompt or ""})
+    content = _content(request.prompt or "", request.images, "images")
+    messages.append({"role": "user", "content": content})
     return {**_common(request, report), "messages": messages}
 
 
@@ -142,14 +143,20 @@ def _form(form: str | dict[str, object] | None) -> Json | None:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": form}}
 
 
+def _content(text: str, images: list[object] | None, where: str) -> str | list[Json]:
+    """The content of a message: its pictures, then its text."""
+    parts: list[str | Json] = []
+    for image in images or []:
+        if not isinstance(image, str):
+            raise RequestError(f"{where} must be base64 texts", param="messages")
+        data = image if image[:5].lower() == "data:" else f"data:image/png;base64,{image}"
+        parts.append({"type": "image_url", "image_url": {"url": data}})
+    return content_of([*parts, text] if text or not parts else parts)
+
+
 def _message(message: Message, index: int, pending: Pending) -> Json:
-    if message.images:
-        raise RequestError(
-            f"messages[{index}].images: this server takes text only",
-            param="messages",
-            code="unsupported_content",
-        )
-    found: Json = {"role": message.role, "content": message.content or ""}
+    content = _content(message.content or "", message.images, f"messages[{index}].images")
+    found: Json = {"role": message.role, "content": content}
     if message.thinking:
         found["reasoning_content"] = message.thinking
     if message.tool_calls:

@@ -16,7 +16,7 @@ from banyan.parsers.answer_parser import AnswerParser, ReasoningTokenCounter
 from banyan.requests.generation import Arrival, Finish, TextChunk, TokenScore, run, unstreamed
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate
-from banyan.server.http.exchange import HttpExchange, follow
+from banyan.server.http.exchange import HttpExchange, follow, read_prompt
 from banyan.server.openai.chat_plan import ChatPlan, plan_chat
 from banyan.server.openai.models import model_and_adapters
 from banyan.server.openai.schema import (
@@ -287,7 +287,7 @@ async def chat_completions(exchange: HttpExchange, state: ServerState) -> None:
         except RequestError as error:
             raise with_openai_names(error) from None
 
-    request, model, plan = await exchange.request.read(read, waits=True)
+    request, model, plan = await read_prompt(exchange, read, service.media)
     extension = Extension(request, state.config.cache.store)
     options = request.stream_options
     answer = ChatAnswer(

@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 
 from banyan.base.errors import RequestError
 from banyan.chat_template.template import ChatTemplate
+from banyan.media.preparation import Expanded
 from banyan.messages.requests import NO_SCORES
 from banyan.parsers.answer_parser import AnswerFormat
 from banyan.parsers.reasoning import ReasoningFormat
 from banyan.requests.constraint import start_after
 from banyan.requests.request_spec import PromptSpec, RequestContext, RequestSpec, ScoreOptions
-from banyan.requests.sampling_params import ParsedSampling, fit_prompt, parse_sampling
+from banyan.requests.sampling_params import (
+    ParsedSampling,
+    fit_prompt,
+    parse_sampling,
+    too_long,
+)
 from banyan.server.errors import Json
 from banyan.server.openai.prompts import Conversation, chat_ids, checked_ids
 from banyan.server.openai.schema import (
@@ -68,8 +74,10 @@ def plan_chat(
         RequestError: a field is malformed, or two exclude each other.
     """
     top = _top_logprobs(request)
-    ids, use = chat_prompt(service, request, warn)
-    ids = fit_prompt(ids, service.limits)
+    prompt, use = chat_prompt(context, service, request, warn)
+    ids = fit_prompt(prompt.ids, service.limits)
+    if prompt.spans and len(ids) < len(prompt.ids):
+        raise too_long(len(prompt.ids), service.limits)
     longest = _max_tokens(request)
     usual = service.chat_defaults.get("max_new_tokens")
     if longest is None and isinstance(usual, int):
@@ -89,13 +97,16 @@ def plan_chat(
     parsed = _guided(service, parsed, form, use, ids)
 
     scores = ScoreOptions(NO_SCORES if top is None else len(ids), top or 0)
-    asked = specs_of(context, request, [PromptSpec(ids, parsed, scores, adapter)], route)
+    spec = PromptSpec(ids, parsed, scores, adapter, spans=prompt.spans, contents=prompt.contents)
+    asked = specs_of(context, request, [spec], route)
     end = service.required_tokenizer().token_to_id(form.reasoning.end) if form.reasoning else None
     return ChatPlan(asked, form, top, end)
 
 
-def chat_prompt(service: Service, request: ChatRequest, warn: Report) -> tuple[list[int], ToolUse]:
-    """Token ids of the prompt, and the tools that it shows."""
+def chat_prompt(
+    context: RequestContext, service: Service, request: ChatRequest, warn: Report
+) -> tuple[Expanded, ToolUse]:
+    """The prompt with its pictures, and the tools that it shows."""
     template = service.chat.template if service.chat else None
     shown = bool(template and template.takes_tools)
     if request.tools or request.tool_choice not in (None, "auto", "none"):
@@ -108,15 +119,18 @@ def chat_prompt(service: Service, request: ChatRequest, warn: Report) -> tuple[l
         is_shown = shows_tools and path.startswith("tools.")
         if not is_shown and not (template and template.names(path.rpartition(".")[2])):
             warn(path, "the model is not shown it")
-    return _prompt(service, request, use, _options(request, template, warn)), use
+    return _prompt(context, service, request, use, _options(request, template, warn)), use
 
 
-def _prompt(service: Service, request: ChatRequest, use: ToolUse, options: Json) -> list[int]:
+def _prompt(
+    context: RequestContext, service: Service, request: ChatRequest, use: ToolUse, options: Json
+) -> Expanded:
     if request.input_ids is not None:
-        return checked_ids(request.input_ids, service, "input_ids")
+        return Expanded(checked_ids(request.input_ids, service, "input_ids"))
     tools = list(use.offered.definitions.values()) or None
     continues = bool(request.continue_final_message)
-    return chat_ids(service, Conversation(request.messages, options, continues, tools=tools))
+    chat = Conversation(request.messages, options, continues, tools=tools)
+    return chat_ids(context, service, chat)
 
 
 def _max_tokens(request: ChatRequest) -> int | None:

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list, is_object
 from banyan.chat_template.template import REASONING_MEMBERS, RESERVED
+from banyan.media.parts import MediaPart, is_media, read_part
+from banyan.media.preparation import Expanded, expanded, unread_options
 from banyan.parsers.partial_json import object_text
 from banyan.parsers.tool_calls.base import CallTag
 from banyan.parsers.tool_calls.definitions import Definition
 from banyan.requests.constraint import check_depth
 from banyan.requests.prompts import encode_texts, fitted_text
+from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json
 from banyan.server.state import Service
 
@@ -37,8 +40,15 @@ class Conversation:
     tools: Sequence[Definition] | None = None
 
 
-def chat_ids(service: Service, chat: Conversation) -> list[int]:
-    """Token ids of a rendered conversation. Text in messages never becomes a special token."""
+def chat_ids(context: RequestContext, service: Service, chat: Conversation) -> Expanded:
+    """Token ids and pictures of a rendered conversation.
+
+    Text in messages never becomes a special token. Pictures are expanded on the ids, so no text
+    can stand for one.
+
+    Raises:
+        NeedsMedia: its pictures are not in `context.media` yet.
+    """
     if service.chat is None:
         raise RequestError(
             "this model has no chat template",
@@ -55,7 +65,9 @@ def chat_ids(service: Service, chat: Conversation) -> list[int]:
         ("chat_template_kwargs", chat.options),
     ):
         check_depth(value, param)
-    messages = checked_messages(chat.messages, chat.continue_final_message)
+    parts: list[MediaPart] | None = [] if service.media else None
+    messages = checked_messages(chat.messages, chat.continue_final_message, parts)
+    items = context.media.of(parts) if parts else []
     if chat.continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
             "continue_final_message needs a last message of the assistant",
@@ -67,7 +79,7 @@ def chat_ids(service: Service, chat: Conversation) -> list[int]:
         messages = calls_as_text(messages, tag, chat.continue_final_message)
     if tag and tools:
         messages, tools = tools_as_text(messages, tools, tag, template.takes_system), None
-    return service.chat.encode(
+    ids = service.chat.encode(
         messages,
         tools,
         add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
@@ -75,6 +87,12 @@ def chat_ids(service: Service, chat: Conversation) -> list[int]:
         variables=chat.options,
         fit=lambda text: fitted_text(tokenizer, text, service.limits),
     )
+    if service.media is None:
+        return Expanded(ids)
+    for part in parts or []:
+        for name in unread_options(service.media.model.rule, part):
+            context.warn_or_refuse(f"{part.param}.{name}", "pictures of this model have one size")
+    return expanded(ids, items, service.media.placeholder)
 
 
 def text_ids(
@@ -112,19 +130,22 @@ def checked_ids(ids: list[int], service: Service, param: str) -> list[int]:
     return ids
 
 
-def checked_messages(messages: list[Json], continues_last: bool = False) -> list[Json]:
-    """Messages with known roles, with a text or text parts as content, and with objects as the
-    arguments of their calls.
+def checked_messages(
+    messages: list[Json], continues_last: bool = False, media: list[MediaPart] | None = None
+) -> list[Json]:
+    """Messages with known roles, with a text or parts as content, and with objects as the arguments
+    of their calls.
 
     Args:
         continues_last: the arguments of the very last call stay as they are, for the model to
             continue them.
+        media: gets the parts that are pictures, in order; None = they are refused.
     """
     if not messages:
         raise RequestError("Messages cannot be empty.", param="messages")
     check_messages(len(messages))
     last = len(messages) - 1 if continues_last else None
-    return [_message(m, i, is_open=i == last) for i, m in enumerate(messages)]
+    return [_message(m, i, i == last, media) for i, m in enumerate(messages)]
 
 
 def check_messages(num: int) -> None:
@@ -147,8 +168,11 @@ class _Growing(list[str]):
 
 def add_text(message: Json, name: str, text: str, between: str) -> None:
     """Append `text` to the field `name` in constant time. The field is a list of parts until
-    `whole_texts`."""
+    `whole_texts`. Content with pictures gets one more part."""
     parts = message.get(name)
+    if is_list(parts) and not isinstance(parts, _Growing):
+        parts.append({"type": "text", "text": text})
+        return
     if not isinstance(parts, _Growing):
         parts = message[name] = _Growing([str(parts)] if parts else [])
     if parts:
@@ -156,12 +180,32 @@ def add_text(message: Json, name: str, text: str, between: str) -> None:
     parts.append(text)
 
 
+def content_of(parts: Iterable[str | Json], between: str = "\n") -> str | list[Json]:
+    """The content of a message: one text, or parts where some are pictures.
+
+    Args:
+        parts: texts, and parts of other kinds.
+    """
+    found: list[Json] = []
+    for part in parts:
+        last = found[-1] if found else {}
+        if not isinstance(part, str):
+            found.append(part)
+        elif last.get("type") == "text":
+            found[-1] = {"type": "text", "text": f"{last['text']}{between}{part}"}
+        else:
+            found.append({"type": "text", "text": part})
+    if not found or (len(found) == 1 and found[0].get("type") == "text"):
+        return str(found[0]["text"]) if found else ""
+    return found
+
+
 def whole_texts(message: Json) -> Json:
     """The message with the parts of `add_text` joined."""
     return {k: "".join(v) if isinstance(v, _Growing) else v for k, v in message.items()}
 
 
-def _message(message: Json, index: int, is_open: bool = False) -> Json:
+def _message(message: Json, index: int, is_open: bool, media: list[MediaPart] | None) -> Json:
     role = message.get("role")
     known = role.lower() if isinstance(role, str) and len(role) <= 32 else ""
     if known not in _ROLES:
@@ -180,7 +224,7 @@ def _message(message: Json, index: int, is_open: bool = False) -> Json:
         content, thought = _without_thinking(content)
         if thought and not any(message.get(name) for name in REASONING_MEMBERS):
             found["reasoning_content"] = thought
-    return {**found, "content": _content(content, index, known)}
+    return {**found, "content": _content(content, index, known, media)}
 
 
 def _with_object(call: object) -> object:
@@ -205,7 +249,9 @@ def _without_thinking(parts: list[object]) -> tuple[list[object], str]:
     return kept, "\n".join(thoughts)
 
 
-def _content(content: object, index: int, role: str) -> str | list[Json] | None:
+def _content(
+    content: object, index: int, role: str, media: list[MediaPart] | None
+) -> str | list[Json] | None:
     if content is None:
         return None if role == "assistant" else ""
     if isinstance(content, str):
@@ -214,7 +260,14 @@ def _content(content: object, index: int, role: str) -> str | list[Json] | None:
         raise RequestError(
             f"messages[{index}].content must be a text or a list of parts", param="messages"
         )
-    return [{"type": "text", "text": _part_text(part, index)} for part in content]
+    found: list[Json] = []
+    for number, part in enumerate(content):
+        if media is not None and is_object(part) and is_media(part):
+            media.append(read_part(part, f"messages[{index}].content[{number}]"))
+            found.append({"type": media[-1].kind})
+        else:
+            found.append({"type": "text", "text": _part_text(part, index)})
+    return found
 
 
 def _part_text(part: object, index: int) -> str:

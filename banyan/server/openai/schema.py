@@ -13,6 +13,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list, is_object
+from banyan.media.parts import MEDIA_TYPES, PART_MEMBERS
 from banyan.requests import constraint
 from banyan.requests.request_spec import (
     LAST_HIDDEN,
@@ -101,7 +102,14 @@ PROMPT_MEMBERS: Members = {
     "messages": {
         **dict.fromkeys(("role", "content", "name", "tool_call_id")),
         **dict.fromkeys(("reasoning_content", "reasoning", "thinking")),
-        "content": dict.fromkeys(("type", "text", "refusal", "thinking")),
+        "content": {
+            **dict.fromkeys(("type", "text", "refusal", "thinking", *PART_MEMBERS)),
+            **{
+                name: dict.fromkeys(PART_MEMBERS)
+                for _, members in MEDIA_TYPES.values()
+                for name in members
+            },
+        },
         "tool_calls": {
             **dict.fromkeys(("id", "type", "index")),
             "function": dict.fromkeys(("name", "arguments")),

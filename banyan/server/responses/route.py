@@ -21,7 +21,7 @@ from banyan.requests.generation import run
 from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json, internal
 from banyan.server.http.dialect import RESPONSES
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, read_prompt
 from banyan.server.http.route import Body, Route
 from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.files import listed, page
@@ -181,7 +181,7 @@ async def create(exchange: HttpExchange, state: ServerState) -> None:
         asked = _Asked(request, model, adapter, before, given, offered)
         return asked, plan_turn(asked, request, [], report)
 
-    asked, plan = await exchange.request.read(read, waits=True)
+    asked, plan = await read_prompt(exchange, read, service.media)
     request, model, before, given = asked.request, asked.model, asked.before, asked.given
     offered = asked.offered
 
@@ -256,9 +256,9 @@ async def input_tokens(exchange: HttpExchange, state: ServerState) -> None:
         items = [*_before(request, exchange.context, state), *given_items(request.input)]
         offered = offered_tools(request.tools or [], state.tool_servers, report)
         chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)
-        return chat_prompt(service, chat, report)[0]
+        return chat_prompt(exchange.context, service, chat, report)[0].ids
 
-    ids = await exchange.request.read(read, waits=True)
+    ids = await read_prompt(exchange, read, service.media)
     await exchange.json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 

@@ -8,8 +8,9 @@ from banyan.base.errors import RequestError
 from banyan.base.ids import fresh_id
 from banyan.base.json_types import is_object
 from banyan.chat_template.template import ChatTemplate
+from banyan.media.parts import MEDIA_TYPES, PART_MEMBERS
 from banyan.server.errors import Json
-from banyan.server.openai.prompts import add_text, json_text, whole_texts
+from banyan.server.openai.prompts import add_text, content_of, json_text, whole_texts
 from banyan.server.openai.schema import Members, Refused, Report
 from banyan.server.responses.tools import Offered, chat_choice
 
@@ -24,7 +25,11 @@ _PREFIXES = {
 }
 MAX_ITEMS = 16384
 _FORMAT = ("type", "name", "schema", "strict", "description")
-_PART: Members = dict.fromkeys(("type", "text", "annotations", "logprobs", "refusal"))
+_MEDIA = ("input_image", "input_file", "input_audio")
+_PART: Members = {
+    **dict.fromkeys(("type", "text", "annotations", "logprobs", "refusal", *PART_MEMBERS)),
+    **{name: dict.fromkeys(PART_MEMBERS) for kind in _MEDIA for name in MEDIA_TYPES[kind][1]},
+}
 MEMBERS: Members = {
     "input": {
         **dict.fromkeys(("type", "role", "id", "status", "call_id", "name", "arguments", "input")),
@@ -96,7 +101,7 @@ def _whole(item: Json, where: str) -> Json:
 
 
 def _content(item: Json, where: str) -> list[Json]:
-    """Content of a message as parts, which are of text."""
+    """Content of a message as parts."""
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
         raise _refusal(f"{where}.role must be one of {', '.join(_ROLES)}")
@@ -115,9 +120,11 @@ def _part(part: object, kind: str, where: str) -> Json:
     found, text = given.get("type"), given.get("text")
     if found == "refusal" and isinstance(given.get("refusal"), str):
         return given
+    if found in _MEDIA and kind == "input_text":
+        return given
     if found not in ("input_text", "output_text", "text") or not isinstance(text, str):
         raise RequestError(
-            f"{where} has a part of type {str(found)[:40]!r}; this server takes text only",
+            f"{where} has a part of type {str(found)[:40]!r}, which is not taken there",
             param="input",
             code="unsupported_content",
         )
@@ -125,14 +132,23 @@ def _part(part: object, kind: str, where: str) -> Json:
     return {"type": kind, "text": text, **extra}
 
 
-def _output(item: Json, where: str) -> str:
-    """Text of a tool's result."""
+def _shown(parts: Sequence[object]) -> str | list[Json]:
+    """The content of a message from checked parts: texts, and parts that are not text."""
+    given = [part for part in parts if is_object(part)]
+    return content_of(
+        part if part.get("type") in _MEDIA else str(part.get("text", part.get("refusal")))
+        for part in given
+    )
+
+
+def _output(item: Json, where: str) -> str | list[Json]:
+    """A tool's result."""
     output = item.get("output")
     if isinstance(output, str | None):
         return output or ""
     if not isinstance(output, list):
         raise _refusal(f"{where}.output must be a text or a list of parts")
-    return "\n".join(str(_part(part, "input_text", where)["text"]) for part in output)
+    return _shown([_part(part, "input_text", where) for part in output])
 
 
 def thought(item: Json, where: str) -> str:
@@ -218,9 +234,12 @@ def _say(found: list[Json], item: Json, takes_late_system: bool) -> bool:
     """
     parts = item["content"]
     assert isinstance(parts, list)
-    text = "\n".join(str(p.get("text", p.get("refusal"))) for p in parts)
+    content = _shown(parts)
+    text = content if isinstance(content, str) else ""
     role = "system" if item["role"] == "developer" else item["role"]
     is_moved = role == "system" and bool(found) and not takes_late_system
+    if role == "system" and not isinstance(content, str):
+        raise _refusal("a system message takes text only")
     if role == "assistant":
         add_text(_turn(found), "content", text, "\n")
     elif role == "system" and len(found) == 1 and found[0]["role"] == "system":
@@ -229,7 +248,7 @@ def _say(found: list[Json], item: Json, takes_late_system: bool) -> bool:
     elif is_moved and found[-1]["role"] == "user":
         add_text(found[-1], "content", text, "\n")
     else:
-        found.append({"role": "user" if is_moved else role, "content": text})
+        found.append({"role": "user" if is_moved else role, "content": content})
     return is_moved
 
 

@@ -9,7 +9,7 @@ from banyan.base.errors import RequestError
 from banyan.requests.generate_response import NativeService, NativeSettings
 from banyan.requests.sampling_params import Limits, merged
 from banyan.server.errors import Json
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, read_prompt
 from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState, Service
 
@@ -39,6 +39,7 @@ def native_service(service: Service, state: ServerState) -> NativeService:
             pack=lambda triples: orjson.Fragment(orjson.dumps(triples)),
         ),
         state.adapters,
+        service.media,
     )
 
 
@@ -107,10 +108,13 @@ async def close_session(exchange: HttpExchange, state: ServerState) -> None:
 
 async def vertex(exchange: HttpExchange, state: ServerState) -> None:
     """Vertex AI: `instances` are the prompts, `parameters` the fields that they have in common."""
-    native = native_service(state.admit_to_queue(exchange.context.id), state)
+    service = state.admit_to_queue(exchange.context.id)
+    native = native_service(service, state)
     limits = native.limits
-    request = await exchange.request.read(
-        lambda body: native.parse(_from_vertex(body, limits), exchange.context)
+    request = await read_prompt(
+        exchange,
+        lambda body: native.parse(_from_vertex(body, limits), exchange.context),
+        service.media,
     )
     with state.open.holding([s.request for s in request.sequences], exchange.context.tenant):
         answer = await native.answer(request)

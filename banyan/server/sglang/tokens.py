@@ -8,8 +8,9 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.parsers.tool_calls.definitions import read_tools
 from banyan.requests.prompts import encode_texts
+from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json
-from banyan.server.http.exchange import HttpExchange
+from banyan.server.http.exchange import HttpExchange, read_prompt
 from banyan.server.openai.prompts import Conversation, chat_ids, check_count, ids_text
 from banyan.server.openai.schema import Message, typed
 from banyan.server.state import ServerState, Service
@@ -39,7 +40,10 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 async def tokenize(exchange: HttpExchange, state: ServerState) -> None:
     service = state.admit()
-    found, is_list = await exchange.request.read(lambda raw: _tokenized(service, raw), waits=True)
+    context = exchange.context
+    found, is_list = await read_prompt(
+        exchange, lambda raw: _tokenized(context, service, raw), service.media
+    )
     await exchange.json(
         {
             "tokens": found if is_list else found[0],
@@ -49,7 +53,9 @@ async def tokenize(exchange: HttpExchange, state: ServerState) -> None:
     )
 
 
-def _tokenized(service: Service, raw: Json) -> tuple[list[list[int]], bool]:
+def _tokenized(
+    context: RequestContext, service: Service, raw: Json
+) -> tuple[list[list[int]], bool]:
     """Token ids of each prompt, and whether they are answered as a list."""
     request = typed(raw, TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
@@ -63,7 +69,7 @@ def _tokenized(service: Service, raw: Json) -> tuple[list[list[int]], bool]:
             True if with_prompt is None else with_prompt,
             list(read_tools(request.tools or []).definitions.values()) or None,
         )
-        return [chat_ids(service, chat)], False
+        return [chat_ids(context, service, chat).ids], False
     texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
     check_count(len(texts), service, "prompt")
     # A text that is too long for the model may be counted all the same, to be cut by the caller.

@@ -1,0 +1,220 @@
+"""Parts of messages that are pictures, sound, video or files, in the forms that clients use.
+
+`read_part` makes a `MediaPart` of one part of OpenAI's API, into which the other APIs are
+translated. Nothing is fetched or decoded here.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from banyan.base.errors import RequestError
+from banyan.base.json_types import is_object, whole_number
+
+IMAGE, AUDIO, VIDEO, FILE = "image", "audio", "video", "file"
+
+MEDIA_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "image_url": (IMAGE, ("image_url", "url")),
+    "input_image": (IMAGE, ("image_url", "url")),
+    "image": (IMAGE, ("image", "image_url", "url")),
+    "video_url": (VIDEO, ("video_url", "url")),
+    "input_video": (VIDEO, ("input_video", "video_url")),
+    "video": (VIDEO, ("video", "video_url", "url")),
+    "audio_url": (AUDIO, ("audio_url", "url")),
+    "input_audio": (AUDIO, ("input_audio", "audio_url")),
+    "audio": (AUDIO, ("audio", "audio_url", "url")),
+    "file": (FILE, ("file",)),
+    "input_file": (FILE, ("input_file", "file_data", "file_url")),
+}
+"""`type` of a part -> kind of its content, and the members that may hold it."""
+
+DETAILS = ("auto", "low", "high", "default", "original")
+_NUMBERS = ("min_pixels", "max_pixels", "min_dynamic_patch", "max_dynamic_patch")
+_OPTION_NAMES = {"min_dynamic_patch": "min_tiles", "max_dynamic_patch": "max_tiles"}
+PART_MEMBERS = ("url", "data", "detail", "format", "file_data", "file_url", "filename", *_NUMBERS)
+"""Members of the object in a part that are read."""
+MAX_OPTION = 2**31 - 1
+_DATA_URL = re.compile(r"data:([\w.+-]*/?[\w.+-]*)((?:;[\w.+=-]*){0,8}),", re.ASCII)
+_BASE64 = re.compile(r"[A-Za-z0-9+/=_-]*", re.ASCII)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,15}://", re.ASCII)
+_MIN_BASE64 = 64
+MAX_PATH_CHARS = 4096
+
+
+@dataclass(frozen=True)
+class MediaPart:
+    """One picture of a request, not fetched yet.
+
+    Attributes:
+        kind: IMAGE.
+        source: a URL, or the bytes of the file.
+        param: the field that brings it, for errors.
+        options: `detail` and limits of its resolution, for `rules.with_options`.
+        key: equal for equal sources and options.
+    """
+
+    kind: str
+    source: str | bytes
+    param: str
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
+    key: bytes = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found = hashlib.sha256(repr(sorted(self.options.items())).encode())
+        is_text = isinstance(self.source, str)
+        found.update(b"text" if is_text else b"data")
+        found.update(self.source.encode() if isinstance(self.source, str) else self.source)
+        object.__setattr__(self, "key", found.digest())
+
+
+def is_media(part: object) -> bool:
+    """Whether this part of a message is not text."""
+    return is_object(part) and part.get("type") in MEDIA_TYPES
+
+
+def read_part(part: Mapping[str, object], param: str) -> MediaPart:
+    """The picture that a part of a message brings.
+
+    Raises:
+        RequestError: it is sound, video or a document; it has no source; an option is wrong.
+    """
+    name = str(part.get("type"))
+    kind, members = MEDIA_TYPES[name]
+    if kind in (AUDIO, VIDEO):
+        raise not_taken(kind, param)
+    found: object = None
+    for member in members:
+        if (found := part.get(member)) is not None:
+            break
+    options = {**part, **found} if is_object(found) else part
+    if is_object(found):
+        names = ("file_data", "file_url") if kind == FILE else ("url", "data")
+        found = next((found[n] for n in names if found.get(n) is not None), None)
+    if part.get("file_id") is not None or (is_object(options) and options.get("file_id")):
+        raise RequestError(
+            f"{param}: a part cannot name an uploaded file (file_id)",
+            param="messages",
+            code="not_available",
+            hint="Send the file as a data URL",
+        )
+    if not isinstance(found, str) or not found:
+        wanted = members[0] if len(members) == 1 else f"{members[0]} with a url"
+        raise RequestError(f"{param}: a part of type {name} needs {wanted}", param="messages")
+    source = source_of(found, param)
+    if kind == FILE:
+        _check_file(found, options, param)
+    return MediaPart(IMAGE, source, param, read_options(options, param))
+
+
+def not_taken(kind: str, param: str) -> RequestError:
+    """The refusal of content that no model here reads."""
+    what = {AUDIO: "sound", VIDEO: "video"}.get(kind, kind)
+    return RequestError(
+        f"{param}: this model takes no {what}",
+        param="messages",
+        code="unsupported_content",
+        hint=f"Leave out the {what}" + (", or send frames as pictures" if kind == VIDEO else ""),
+    )
+
+
+def read_options(given: Mapping[str, object], param: str) -> dict[str, object]:
+    """`detail` and the numbers that bound a picture's resolution.
+
+    Raises:
+        RequestError: one is malformed.
+    """
+    options: dict[str, object] = {}
+    detail = given.get("detail")
+    if detail is not None:
+        if detail not in DETAILS:
+            raise RequestError(
+                f"{param}: detail must be one of {', '.join(DETAILS)}, got {str(detail)[:40]!r}",
+                param="messages",
+            )
+        if detail == "low":
+            options["detail"] = detail
+    for name in _NUMBERS:
+        value = whole_number(given.get(name))
+        if value is None:
+            continue
+        if type(value) is not int or not 1 <= value <= MAX_OPTION:
+            raise RequestError(
+                f"{param}: {name} must be an integer in [1, {MAX_OPTION}], got {str(value)[:40]}",
+                param="messages",
+            )
+        options[_OPTION_NAMES.get(name, name)] = value
+    return options
+
+
+def source_of(text: str, param: str) -> str | bytes:
+    """A URL as it is, an absolute path as file: URL, or the bytes of a data URL or of base64.
+
+    Raises:
+        RequestError: it is none of these.
+    """
+    if text[:5].lower() == "data:":
+        return _of_data_url(text, param)
+    if _URL.match(text):
+        return text
+    if len(text) >= _MIN_BASE64 and _BASE64.fullmatch(text):
+        return decoded(text, param)
+    if text.startswith("/") and len(text) <= MAX_PATH_CHARS:
+        return f"file://{quote(text)}"
+    raise RequestError(
+        f"{param}: {text[:60]!r} is neither a URL nor base64",
+        param="messages",
+        code="invalid_image_url",
+        hint="Send https://…, or data:image/png;base64,…",
+    )
+
+
+def _of_data_url(url: str, param: str) -> bytes:
+    head = _DATA_URL.match(url[:512])
+    if head is None:
+        raise RequestError(
+            f"{param}: the data URL has no ',' after its media type",
+            param="messages",
+            code="invalid_image_url",
+            hint="Send data:image/png;base64,…",
+        )
+    if ";base64" not in head.group(2).lower():
+        raise RequestError(
+            f"{param}: the data URL is not base64",
+            param="messages",
+            code="invalid_image_url",
+            hint="Send data:image/png;base64,…",
+        )
+    return decoded(url[head.end() :], param)
+
+
+def decoded(text: str, param: str) -> bytes:
+    """The bytes of a base64 text, in either alphabet; RequestError if it is none."""
+    try:
+        plain = text.encode("ascii").translate(_STANDARD, b" \t\r\n")
+        data = base64.b64decode(plain + b"=" * (-len(plain) % 4), validate=True)
+    except (ValueError, UnicodeEncodeError):
+        raise RequestError(
+            f"{param}: the base64 of the picture is broken", param="messages", code="invalid_image"
+        ) from None
+    if not data:
+        raise RequestError(f"{param}: the picture is empty", param="messages", code="invalid_image")
+    return data
+
+
+_STANDARD = bytes.maketrans(b"-_", b"+/")
+
+
+def _check_file(text: str, part: Mapping[str, object], param: str) -> None:
+    """RequestError unless the file of a `file` part is a picture."""
+    name = str(part.get("filename") or "")[-80:]
+    is_picture = text[:11].lower() == "data:image/"
+    if not is_picture:
+        raise RequestError(
+            f"{param}: a file must be a picture" + (f", and {name!r} is none" if name else ""),
+            param="messages",
+            code="unsupported_content",
+            hint="Send pages of a document as pictures, or its text as text",
+        )

@@ -1,0 +1,86 @@
+"""The media worker process: decodes strangers' pictures, one task at a time.
+
+A picture may be a bomb, or may use a fault in a decoder. So it is decoded in a process of its own,
+with a bound on its memory, its processor time and its open files: it can open no file and no
+socket. A task over its time ends the process. processes.py describes the frames.
+"""
+
+import os
+import resource
+import signal
+import sys
+from typing import BinaryIO
+
+import msgspec
+from PIL import Image
+
+from banyan.base.child_process import LENGTH
+from banyan.base.memory import give_back, let_go
+from banyan.media.pixels import BadPicture, decode, digest_of, open_picture, patches_of, size_of
+from banyan.media.processes import TASK, DecodedPicture, PictureTask
+from banyan.media.rules import layout_of
+
+ROOM_BYTES = 256 << 20
+"""Memory for a task in addition to the libraries and what its pixels take."""
+PIXEL_BYTES = 24
+"""Most bytes per pixel of a picture while it is decoded and resized."""
+
+
+def answer_of(task: PictureTask) -> DecodedPicture:
+    """Decode the picture of a task, or only read its header."""
+    try:
+        picture = open_picture(task.data, task.max_pixels)
+        width, height = size_of(picture)
+        if not task.rule:
+            return DecodedPicture(width, height)
+        shown = decode(picture)
+        width, height = shown.size
+        layout = layout_of(task.rule, width, height, task.settings)
+        patches = patches_of(shown, task.rule, layout, task.settings)
+        digest = digest_of(shown, task.rule, task.settings)
+        return DecodedPicture(width, height, digest, patches.tobytes())
+    except BadPicture as error:
+        return DecodedPicture(error=str(error))
+    except MemoryError:
+        return DecodedPicture(error="it takes too much memory to decode")
+
+
+def main() -> None:
+    """Serve tasks from standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    Image.init()  # loads the readers, before files can no longer be opened
+    with open("/proc/self/statm", encoding="ascii") as file:
+        base_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    let_go()
+    decoder = msgspec.msgpack.Decoder(PictureTask)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    while len(head := tasks.read(TASK.size)) == TASK.size:
+        length, time_s = TASK.unpack(head)
+        _serve(decoder, tasks.read(length), time_s, base_bytes, answers)
+        give_back()
+
+
+def _serve(
+    decoder: "msgspec.msgpack.Decoder[PictureTask]",
+    body: bytes,
+    time_s: float,
+    base_bytes: int,
+    answers: BinaryIO,
+) -> None:
+    """Run one task and write the answer."""
+    task = decoder.decode(body)
+    limit = base_bytes + ROOM_BYTES + 4 * len(body) + PIXEL_BYTES * task.max_pixels
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    signal.setitimer(signal.ITIMER_PROF, time_s)  # its signal ends the process
+    answer = msgspec.msgpack.encode(answer_of(task))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    answers.write(LENGTH.pack(len(answer)))
+    answers.write(answer)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()
