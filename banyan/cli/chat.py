@@ -300,8 +300,6 @@ def run(argv: Sequence[str]) -> int:
         )
     prompt = words.pop(0) if words and not words[0].startswith("-") else ""
     if not prompt and sys.stdin.isatty():
-        from banyan.cli.chat import chat
-
         return chat([model, *words])
     options, rest = _run_parser().parse_known_args(words)
     prompt = prompt or _read_prompt()

@@ -147,6 +147,7 @@ RULES = (
     model.check_score_delimiter,
     model.check_json_white_space,
     execution.choose_attention,
+    execution.choose_lora_kernels,
     check_forward_hooks,
     plan_drafts,
     execution.choose_multi_step,

@@ -55,7 +55,6 @@ class LoadConfig:
     disable_mmap: bool = False
     """Read files of weights into memory instead of mapping them."""
     loader_options: dict[str, object] = field(default_factory=dict[str, object])
-    """Read by `config/rules/model.py`."""
     loader_threads: int = 0
     """Threads that read files of weights ahead of the loader; set by `config/rules/model.py`."""
     config_file: str = ""
@@ -257,8 +256,7 @@ class ParallelConfig:
     threads: int = 0
     """CPU threads of one rank; 0 = cores / (ranks · replicas)."""
     interface: str = ""
-    """Network interface whose address a rank listens on between machines; "" = the one that reaches
-    the other ranks."""
+    """Network interface that a rank listens on between machines; "" = by the route."""
     meet_timeout_s: float = 300.0
     """How long a rank waits for the others, at the start and in each collective."""
 
@@ -332,8 +330,7 @@ class DeviceConfig:
     decode_attention: str = ""
     """The same for rows of several tokens, and for rows of one; "" = as `attention`."""
     torch_phase: str = ""
-    """Phase in which torch attends next to the device's kernel: "prefill" or "decode"; "" = none.
-    Set by `config/rules/execution.py`."""
+    """Phase in which torch attends, for `config/rules/execution.py`: "prefill", "decode" or ""."""
     exact_head: bool = False
     """Compute logits from fp32 activations."""
     is_deterministic: bool = False
@@ -552,6 +549,8 @@ class HandoffConfig:
 @dataclass(frozen=True)
 class LoraConfig:
     is_enabled: bool = False
+    backend: str = ""
+    """"torch_native" = adapters are applied in plain PyTorch; else by the device's kernel."""
     paths: tuple[str, ...] = ()
     """Adapters to load at start, as `lora/adapter_files.py` reads them."""
     max_rank: int = 0

@@ -1,7 +1,7 @@
 """StepLog: log lines about the load while requests run (--decode-log-interval).
 
 SGLang's form, which dashboards and scripts read: one line for each step that computes prompts, and
-one every so many decode steps. `--log-format plain` has one line of key=value pairs instead.
+one every so many decode steps. `--step-log-format plain` has one line of key=value pairs instead.
 """
 
 from collections.abc import Sequence

@@ -25,6 +25,8 @@ _TURNED = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
 _WIDE_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _WHITE = (255, 255, 255, 255)
+_RESAMPLE = {"idefics3": 1, "llama4": 2}
+"""Rule -> Pillow's number of its filter, where a checkpoint has none; others are bicubic."""
 
 
 class BadPicture(Exception):
@@ -134,7 +136,7 @@ def digest_of(picture: Image.Image, rule: str, settings: Settings) -> bytes:
 def patches_of(picture: Image.Image, rule: str, layout: Layout, settings: Settings) -> np.ndarray:
     """uint8 [patches, 3 x temporal x patch x patch]: all tiles, patch by patch."""
     patch = settings["patch"]
-    resample = settings.get("resample", Image.Resampling.BICUBIC.value)
+    resample = settings.get("resample", _RESAMPLE.get(rule, Image.Resampling.BICUBIC.value))
     assert isinstance(patch, int) and isinstance(resample, int)
     merge = settings["merge"] if rule in MERGE_ORDER else 1
     frames = settings.get("temporal", 1)

@@ -1,5 +1,7 @@
 """open_forward: chooses the fastest way through a model that its ops and its device allow."""
 
+from typing import cast
+
 from banyan.base.log import logger
 from banyan.context_parallel.forward import ContextParallelForward, GatheredAttention
 from banyan.context_parallel.split import share_capacity
@@ -83,6 +85,9 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
     step = tensors(max_tokens, max_rows, outputs)
     eager = EagerForward(context, step, larger)
     recorder = build.ops.recorder
+    if recorder is not None and _applies_adapters_in_torch(build):
+        log.info("steps are not recorded: torch applies the adapters")
+        recorder = None
     try:
         if recorder is not None and config.max_tokens:
             return RecordedForward(context, eager, step, recorder)
@@ -108,6 +113,11 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
         config.profiles_capture,
     )
     return CapturedForward(context, eager, step, sizes)
+
+
+def _applies_adapters_in_torch(build: Build) -> bool:
+    """Whether adapters are applied by torch, which a recording of compiled ops does not see."""
+    return build.adapters is not None and cast(BoundOps, build.ops).is_reference("adapt")
 
 
 def _prunes_outputs(model: Model, build: Build, config: RunnerConfig) -> bool:

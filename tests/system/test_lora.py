@@ -76,6 +76,20 @@ def expected(folders, tiny_model) -> dict[str | None, list[int]]:
     return found
 
 
+def test_torch_applies_adapters_when_it_is_named(folders, tiny_model, expected) -> None:
+    """And no step is recorded: a recording would keep the adapters of its first run."""
+    for backend in ("torch_native", "triton"):
+        with engine(tiny_model, lora_paths=named(folders, "a", "b"), lora_backend=backend) as it:
+            assert [output(it, name) for name in ("a", "b", None)] == [
+                expected[name] for name in ("a", "b", None)
+            ]
+            facts = it.get_server_info()["facts"]
+        lines = str(facts["kernels"]).splitlines()
+        if backend == "torch_native":
+            assert any(line.startswith("reference") and " adapt " in f"{line} " for line in lines)
+            assert facts["steps"] == "eager"
+
+
 def test_each_adapter_answers_as_weights_that_it_is_merged_into(
     folders, tiny_model, expected
 ) -> None:

@@ -22,7 +22,7 @@ from tests.support.multimodal import RECIPES, tiny
 from tests.system.serving import ROOT, serving
 
 GREEDY = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
-SMALL = ("--threads", "1", "--max-total-tokens", "4096")
+SMALL = ("--threads", "1", "--max-total-tokens", "4096", "--mm-per-request-timeout", "0")
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -60,7 +60,13 @@ def test_answers_about_pictures_are_those_of_transformers(family: str, tmp_path:
     first, second = picture(140, 100), picture(60, 60)
     pad = RECIPES[family].image
     text = f"Hello {pad} and {pad} what?"
-    engine = Engine(str(tmp_path), engine_mode="inprocess", threads=1, max_total_tokens=4096)
+    engine = Engine(
+        str(tmp_path),
+        engine_mode="inprocess",
+        threads=1,
+        max_total_tokens=4096,
+        mm_per_request_timeout=0,
+    )
     with engine:
 
         def ask(*pictures: Image.Image) -> tuple[list[int], int, int]:

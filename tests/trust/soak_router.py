@@ -34,6 +34,8 @@ MOST_MB_PER_HOUR = float(os.environ.get("ROUTED_MB", "1"))
 PATIENCE_S = 120.0
 SECRET, WORKER_KEY, ADMIN = "long random text of this test", "worker-key", "root-key"
 KEYS = ("alice-key", "bob-key", "carol-key")
+FILLED_SOON = ("--max-total-tokens", "4096", "--flight-recorder-bytes", "65536")
+"""What is bounded has reached its bound when the warm-up ends."""
 FAST = ("--health-check-interval-secs", "0.5", "--worker-startup-check-interval", "0.2")
 
 
@@ -225,7 +227,7 @@ def test_nothing_grows_and_nothing_is_mixed_up(
     seen = Seen()
     flags = ("--api-key", WORKER_KEY, "--admin-api-key", ADMIN, "--random-seed", "7")
     flags = with_tiny_model((*flags, "--check-ledger"), tiny_model)
-    flags = (*flags, "--max-total-tokens", os.environ.get("ROUTED_TOKENS", "4096"))
+    flags = (*flags, *FILLED_SOON)
     keys = ("--api-key", " ".join(KEYS), "--admin-api-key", ADMIN)
     with (
         serving(tmp_path / "a.log", *flags) as first,

@@ -274,6 +274,14 @@ LORA_FLAGS = (
         "::test_each_adapter_answers_as_weights_that_it_is_merged_into",
     ),
     Flag(
+        "lora-backend",
+        "lora.backend",
+        "torch_native = apply adapters in plain PyTorch, to bisect a wrong answer (slower); other "
+        "names, and default: the device's kernel",
+        choices=("triton", "csgmv", "ascend", "torch_native", "triton_v2"),
+        proof="tests/system/test_lora.py::test_torch_applies_adapters_when_it_is_named",
+    ),
+    Flag(
         "max-lora-rank",
         "lora.max_rank",
         "maximum adapter rank; default: the highest rank in --lora-paths",

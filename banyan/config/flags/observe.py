@@ -89,7 +89,7 @@ FLAGS = (
         proof="tests/engine/test_step_log.py::test_so_many_steps_pass_between_two_lines",
     ),
     Flag(
-        "log-format",
+        "step-log-format",
         "observe.step_log_format",
         "form of the lines of --decode-log-interval: sglang, or plain = key=value pairs",
         choices=("sglang", "plain"),

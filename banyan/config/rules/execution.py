@@ -95,6 +95,18 @@ def with_draft_attention(config: Config) -> Config:
     return replace(config, device=replace(device, kernels=kernels, torch_phase=""))
 
 
+def choose_lora_kernels(
+    config: Config, model_config: ModelConfig, environment: Environment
+) -> Config:
+    """Apply adapters in plain PyTorch if --lora-backend torch_native asks for it."""
+    device = config.device
+    if config.lora.backend != _TORCH_NATIVE:
+        return config
+    kernels = {"adapt": "reference", "adapt_rows": "reference", **device.kernels}
+    log.info("set kernels=%s because --lora-backend %s", kernels, config.lora.backend)
+    return replace(config, device=replace(device, kernels=kernels))
+
+
 def check_offload(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
     device = config.device
     if 0 < device.offload_group < device.offload_of_group:

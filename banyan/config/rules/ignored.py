@@ -131,7 +131,7 @@ _RULES = (
         "it is for --disaggregation-mode decode",
     ),
     _Ignored(
-        "show-time-cost log-format",
+        "show-time-cost step-log-format",
         lambda c: not c.observe.step_log_interval,
         "there are no such lines with --decode-log-interval 0",
     ),
