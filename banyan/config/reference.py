@@ -115,22 +115,14 @@ def _by_device() -> Iterator[str]:
 
 
 def _each_flag() -> Iterator[str]:
-    """A table of the documented flags that do not work alike on all devices."""
+    """A table of the outcome of each documented flag on each device."""
     yield "## Each documented flag by device\n"
-    yield "*All* stands for flags with the same outcome on every device.\n"
     yield from _table("flag", *(_DEVICE_NAMES[device] for device in DEVICES))
-    alike: dict[str, list[str]] = {}
     for known in known_flags():
-        verdicts = [outcome_of(known, None, device).verdict for device in DEVICES]
-        if not known.documented:
-            continue
-        if len(set(verdicts)) == 1:
-            alike.setdefault(verdicts[0], []).append(known.name)
-        else:
+        if known.documented:
+            verdicts = (outcome_of(known, None, device).verdict for device in DEVICES)
             yield from _row(_names(known.name), *verdicts)
     yield ""
-    for verdict, names in alike.items():
-        yield f"All {verdict}: {_names(*sorted(names))}.\n"
 
 
 def _working() -> Iterator[str]:
