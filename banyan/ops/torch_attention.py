@@ -36,26 +36,29 @@ def by_phase(own: Attend, phase: str, plain: PlainPages | None) -> Attend:
         page_tables: Tensor,
         row_starts: Tensor,
         context_lengths: Tensor,
-        *numbers: float,
-        **more: Tensor | float | None,
+        scale: float,
+        window: int,
+        soft_cap: float,
+        sinks: Tensor | None = None,
+        unit: float = 1.0,
+        paths: Tensor | None = None,
     ) -> Tensor:
+        numbers = scale, window, soft_cap, sinks, unit, paths
         counts = row_starts.diff().cpu()  # sync: this kernel is for debugging
         is_meant = (counts == 1) if phase == DECODE else (counts > 1)
         rows = page_tables, row_starts, context_lengths
         if not is_meant.any():
-            return own(q, k_pages, v_pages, *rows, *numbers, **more)
+            return own(q, k_pages, v_pages, *rows, *numbers)
         if plain is not None:
             used, inverse = page_tables.unique(return_inverse=True)
             pages = plain(k_pages[used.long()], v_pages[used.long()])
             tables = inverse.to(page_tables.dtype).view_as(page_tables)
         else:
             pages, tables = (k_pages, v_pages), page_tables
-        found = reference.paged_attention(
-            q, *pages, tables, row_starts, context_lengths, *numbers, **more
-        )
+        found = reference.paged_attention(q, *pages, tables, row_starts, context_lengths, *numbers)
         if is_meant.all():
             return found
-        theirs = own(q, k_pages, v_pages, *rows, *numbers, **more)
+        theirs = own(q, k_pages, v_pages, *rows, *numbers)
         tokens = is_meant.repeat_interleave(counts.long()).to(q.device)
         return torch.where(tokens[:, None, None], found, theirs)
 
