@@ -161,9 +161,14 @@ def prefix_limit(request: Request) -> int:
     return limit
 
 
+def cached_prefix(request: Request, cache: KVCache) -> Match:
+    """Longest cached prefix of the request, wherever it ends in a span."""
+    return cache.probe(request.namespace, request.tokens, prefix_limit(request))
+
+
 def prefix_of(request: Request, cache: KVCache) -> Match:
     """Longest cached prefix that the request may use."""
-    match = cache.probe(request.namespace, request.tokens, prefix_limit(request))
+    match = cached_prefix(request, cache)
     spans = request.generate.spans
     while spans and (end := last_end(spans, match.tokens)) < match.tokens:
         match = cache.probe(request.namespace, request.tokens, end)

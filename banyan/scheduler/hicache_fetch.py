@@ -14,7 +14,7 @@ from banyan.kv_cache.cache import KVCache, Match, block_keys
 from banyan.kv_cache.hierarchical_cache import StoreRules, StoreTier, store_keys
 from banyan.messages.control_ops import AttachStore
 from banyan.messages.plan import Held, Lookup
-from banyan.scheduler.admission import prefix_limit, prefix_of
+from banyan.scheduler.admission import cached_prefix, prefix_limit
 from banyan.scheduler.request import Request, StoreFetch
 
 BEST_EFFORT = "best_effort"
@@ -91,7 +91,7 @@ class StoreFetcher:
             return
         block_size, rules = self._cache.block_size, tier.rules
         limit = prefix_limit(request) // block_size * block_size
-        depth = len(prefix_of(request, self._cache).path)
+        depth = len(cached_prefix(request, self._cache).path)
         wanted = limit - depth * block_size
         if wanted < max(block_size, rules.threshold):
             return
@@ -171,7 +171,8 @@ class StoreFetcher:
         fetch: StoreFetch,
         fits: Callable[[Request, Match], bool],
     ) -> None:
-        match = prefix_of(request, self._cache).whole_blocks
+        # Blocks that end in a span are loaded once too, though the request may not stop there.
+        match = cached_prefix(request, self._cache).whole_blocks
         depth = len(match.path)
         is_broken = bool(fetch.loads) and fetch.loads[-1].is_broken
         is_other = self._cache.weights != tier.weights  # weights were updated while it waited

@@ -157,7 +157,8 @@ def test_the_text_part_of_a_checkpoint_that_sees_is_read(ops, paged, tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(whole))
 
-    (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
+    text_model = load_model(read_model_config(str(tmp_path), with_media=False), Build(ops))
+    (logits,) = paged(text_model).step([(0, PROMPT)])
 
     torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)
 

@@ -186,8 +186,8 @@ def test_what_has_no_effect_is_listed_among_the_facts(pair: Pair) -> None:
     )
     assert plain == []
     assert [note.split()[0] for note in changed] == [
-        "--enable-profile-cuda-graph",
         "--trust-remote-code",
+        "--enable-profile-cuda-graph",
     ]
     assert all(note in pair.changed.log.read_text() for note in changed)
 
