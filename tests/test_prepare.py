@@ -138,12 +138,12 @@ def test_notes_are_shown_whatever_the_level(
     monkeypatch.setattr(
         "banyan.server.processes.waiting_engines", lambda *_: contextlib.nullcontext()
     )
-    words = f"{verb} demo --disable-custom-all-reduce --log-level {level} --context-length 99999999"
+    words = f"{verb} demo --enable-p2p-check --log-level {level} --context-length 99999999"
     if verb == "bench throughput":
         words += (
             " --dataset-name random-ids --num-prompts 1 --random-input-len 4 --random-output-len 4"
         )
     assert main(words.split()) == ConfigError.exit_code
     shown = capsys.readouterr().err
-    assert shown.count("--disable-custom-all-reduce is accepted but has no effect") == 1
+    assert shown.count("--enable-p2p-check is accepted but has no effect") == 1
     assert "--context-length 99,999,999 is more" in shown

@@ -207,14 +207,17 @@ class TorchRanges:
     built for it."""
 
     def __init__(self) -> None:
+        import torch
+
         complete_torch()
         self._itt = torch.profiler.itt if torch.profiler.itt.is_available() else None
+        self._range = torch.profiler.record_function
         self._open: list[torch.profiler.record_function] = []
 
     def begin(self, name: str) -> None:
         if self._itt is not None:
             self._itt.range_push(name)
-        self._open.append(torch.profiler.record_function(name))
+        self._open.append(self._range(name))
         self._open[-1].__enter__()
 
     def end(self) -> None:
