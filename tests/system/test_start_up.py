@@ -149,9 +149,7 @@ def test_a_start_that_is_stopped_while_it_compiles_leaves_nothing(
     server = launch(log, "--model-path", str(tiny_model), "--cpu-compiler", str(compiler))
     try:
         wait_until(pids.exists, PATIENCE_S, "a compiler")
-        wait_until(
-            lambda: "which are being compiled" in log.read_text(), PATIENCE_S, "engine"
-        )
+        wait_until(lambda: "which are being compiled" in log.read_text(), PATIENCE_S, "engine")
         os.killpg(server.pid, number)  # as a terminal sends it
         assert server.exit_code(PATIENCE_S) == code, server.tail()
     finally:
