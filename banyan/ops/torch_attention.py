@@ -43,22 +43,28 @@ def by_phase(own: Attend, phase: str, plain: PlainPages | None) -> Attend:
         unit: float = 1.0,
         paths: Tensor | None = None,
     ) -> Tensor:
-        numbers = scale, window, soft_cap, sinks, unit, paths
+        numbers = scale, window, soft_cap
+        # Kernels take only what their device can be asked for.
+        more = {} if sinks is None else {"sinks": sinks}
+        more |= {} if paths is None else {"paths": paths}
+        own_more = more if unit == 1.0 else {**more, "unit": unit}
         counts = row_starts.diff().cpu()  # sync: this kernel is for debugging
         is_meant = (counts == 1) if phase == DECODE else (counts > 1)
         rows = page_tables, row_starts, context_lengths
         if not is_meant.any():
-            return own(q, k_pages, v_pages, *rows, *numbers)
+            return own(q, k_pages, v_pages, *rows, *numbers, **own_more)
         if plain is not None:
             used, inverse = page_tables.unique(return_inverse=True)
             pages = plain(k_pages[used.long()], v_pages[used.long()])
             tables = inverse.to(page_tables.dtype).view_as(page_tables)
         else:
             pages, tables = (k_pages, v_pages), page_tables
-        found = reference.paged_attention(q, *pages, tables, row_starts, context_lengths, *numbers)
+        found = reference.paged_attention(
+            q, *pages, tables, row_starts, context_lengths, *numbers, unit=unit, **more
+        )
         if is_meant.all():
             return found
-        theirs = own(q, k_pages, v_pages, *rows, *numbers)
+        theirs = own(q, k_pages, v_pages, *rows, *numbers, **own_more)
         tokens = is_meant.repeat_interleave(counts.long()).to(q.device)
         return torch.where(tokens[:, None, None], found, theirs)
 
