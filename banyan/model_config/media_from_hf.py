@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from banyan.base.errors import ModelError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
@@ -74,8 +75,12 @@ def read_media(
     vision = whole.part("vision_config")
     if reader is None or vision is None:
         return None
-    image, video = _processors(path)
-    found = reader(_Source(whole, text, vision, image, video, hidden_size, path))
+    try:
+        image, video = _processors(path)
+        found = reader(_Source(whole, text, vision, image, video, hidden_size, path))
+    except ModelError as error:
+        hint = f"{error.hint}, or serve its text alone with --language-model-only"
+        raise ModelError(error.text, hint=hint.removeprefix(", or ")) from None
     if found is not None and found.is_mutual and not allows_mutual:
         log.warning(
             "%s takes text only: within a picture its tokens attend in both directions, which no "
