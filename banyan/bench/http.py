@@ -41,7 +41,7 @@ class HttpResponse:
 
 
 def trust(cacert: str) -> ssl.SSLContext:
-    """TLS that trusts the certificates in a PEM file (--cacert); "" = those of the system.
+    """TLS that trusts the certificates in a PEM file (--cacert); "" = the ones of the system.
 
     Raises:
         ConfigError: the file is missing or holds no certificate.

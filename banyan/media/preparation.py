@@ -374,7 +374,7 @@ def check_media(media: MediaOptions) -> None:
 
 
 def _settings(model: MediaConfig, process: Mapping[str, object]) -> dict[str, object]:
-    """The rule's settings, with those of --mm-process-config over them."""
+    """The rule's settings, overridden by --mm-process-config."""
     settings: dict[str, object] = dict(model.settings)
     image = process.get("image", {})
     assert isinstance(image, Mapping)

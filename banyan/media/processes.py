@@ -27,7 +27,7 @@ _MODULE = "banyan.media.worker"
 class PictureTask(msgspec.Struct, frozen=True):
     """A file, and what to do with it.
 
-    `rule` "" = report the size only. `settings` are those of the rule.
+    `rule` "" = report the size only. `settings` belong to the rule.
     """
 
     data: bytes

@@ -52,7 +52,7 @@ class Layout:
     Attributes:
         views: in the order of their tiles.
         grid: tiles (or frames), rows of patches, columns of patches.
-        rows: feature rows that the tower makes of it.
+        rows: feature rows that the tower computes from it.
         stretch: token ids in place of the placeholder: a number is a run of as many places that
             take feature rows, a text is encoded by itself.
         shape: the merged grid for positions with axes; (1, 1, rows) where there are none.

@@ -51,7 +51,7 @@ class SourceLimits:
 async def fetch(
     url: str, limits: SourceLimits, param: str, resolve: Resolve | None = None
 ) -> bytes:
-    """The bytes behind a URL. The caller bounds the time.
+    """The bytes at a URL. The caller bounds the time.
 
     Args:
         param: the field that brings the URL, for errors.

@@ -1,10 +1,7 @@
 """Files of pictures become RGB pixels: rotation, transparency, depth, animation, refusals."""
 
-import pytest
-
-pytest.importorskip("PIL")
-
 import numpy as np
+import pytest
 from PIL import Image, ImageOps
 
 from banyan.media.pixels import (

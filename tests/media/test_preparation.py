@@ -6,9 +6,6 @@ import time
 from collections.abc import Awaitable
 
 import pytest
-
-pytest.importorskip("PIL")
-
 from PIL import Image
 
 from banyan.base.errors import ConfigError, RequestError

@@ -4,15 +4,13 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
-np = pytest.importorskip("numpy")
-Image = pytest.importorskip("PIL.Image")
-pytest.importorskip("transformers")
-
-from banyan.base.errors import RequestError  # noqa: E402
-from banyan.media.pixels import patches_of  # noqa: E402
-from banyan.media.rules import LOW_DETAIL, RULES, layout_of, with_options  # noqa: E402
+from banyan.base.errors import RequestError
+from banyan.media.pixels import patches_of
+from banyan.media.rules import LOW_DETAIL, RULES, layout_of, with_options
 
 SIZES = [
     *(

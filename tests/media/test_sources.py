@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("PIL")
-
 from banyan.base.errors import RequestError
 from banyan.media.sources import MAX_REDIRECTS, SourceLimits, fetch, is_public
 from tests.support.pictures import host, png

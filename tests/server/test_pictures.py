@@ -7,8 +7,6 @@ from dataclasses import replace
 import httpx
 import pytest
 
-pytest.importorskip("PIL")
-
 from banyan.base.errors import RequestError
 from banyan.chat_template.template import load_chat
 from banyan.messages.spans import check_spans

@@ -8,11 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("PIL")
-
 import numpy as np
+import pytest
 import torch
 import transformers
 from PIL import Image

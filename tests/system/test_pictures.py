@@ -5,11 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("PIL")
-
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerFast

@@ -106,7 +106,7 @@ def _taps(
 
 @dataclass(frozen=True)
 class Segments:
-    """Stretches of patches whose members attend to each other; those of one length go together.
+    """Stretches of patches whose members attend to each other; stretches of one length go together.
 
     Attributes:
         groups: (length, places int64 [segments · length]); None = all patches in their order.
