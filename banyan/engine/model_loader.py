@@ -308,6 +308,7 @@ def _bind(
         exact_head=config.device.exact_head,
         toolkit=toolkit,
         torch_phase=config.device.torch_phase,
+        sees_ahead=model_config.media is not None and model_config.media.is_mutual,
     )
 
 

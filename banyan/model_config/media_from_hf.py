@@ -11,7 +11,6 @@ from typing import Any
 
 from banyan.base.errors import ModelError
 from banyan.base.json_types import is_list, is_object
-from banyan.base.log import logger
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.media import MediaConfig, Setting, TowerConfig
 
@@ -22,8 +21,6 @@ _MAX_SIDE = 1 << 16
 _MAX_ID = 1 << 31
 _MAX_TOKENIZER = 256 << 20
 _TOKENIZER = "tokenizer.json"
-
-log = logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,6 @@ def read_media(
     text: CheckpointFields,
     path: str,
     hidden_size: int,
-    allows_mutual: bool = False,
 ) -> MediaConfig | None:
     """The MediaConfig of a multimodal checkpoint; None if its tower is not supported.
 
@@ -63,8 +59,6 @@ def read_media(
         whole: the fields of config.json.
         text: the fields of its text model.
         hidden_size: of the text model.
-        allows_mutual: the tokens of a picture may need attention in both directions, which no
-            kernel has; False = such a model is served as a text model.
 
     Raises:
         ModelError: names the key that is wrong.
@@ -77,18 +71,10 @@ def read_media(
         return None
     try:
         image, video = _processors(path)
-        found = reader(_Source(whole, text, vision, image, video, hidden_size, path))
+        return reader(_Source(whole, text, vision, image, video, hidden_size, path))
     except ModelError as error:
         hint = f"{error.hint}, or serve its text alone with --language-model-only"
         raise ModelError(error.text, hint=hint.removeprefix(", or ")) from None
-    if found is not None and found.is_mutual and not allows_mutual:
-        log.warning(
-            "%s takes text only: within a picture its tokens attend in both directions, which no "
-            "attention kernel here does",
-            outer,
-        )
-        return None
-    return found
 
 
 def _processors(path: str) -> tuple[CheckpointFields, CheckpointFields]:

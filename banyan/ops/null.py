@@ -13,4 +13,4 @@ def _paged_attention(q: Tensor, *_: object) -> Tensor:
     return torch.empty_like(q)
 
 
-paged_attention = Kernel(run=_paged_attention, supports=lambda spec: None)
+paged_attention = Kernel(run=_paged_attention, supports=lambda spec: None, sees_ahead=True)

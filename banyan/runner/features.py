@@ -254,6 +254,22 @@ class SpanTable:
                 found.append((at + first - start, rows[offset : offset + last - first]))
         return found
 
+    def mutual(
+        self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, offsets: np.ndarray
+    ) -> list[tuple[int, int, int]]:
+        """Tokens of a batch that see each other: (first token, token after the last, position
+        after the last), in any order."""
+        if not self._spans:
+            return []
+        return [
+            (at + first - start, at + last - start, span.first + span.count)
+            for slot, start, end, at in zip(
+                *(each.tolist() for each in (slots, starts, ends, offsets[:-1])), strict=True
+            )
+            for span, first, last in self._within(slot, start, end)
+            if span.is_mutual
+        ]
+
     def fill_shifts(
         self,
         out: np.ndarray,

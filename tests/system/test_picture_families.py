@@ -54,6 +54,12 @@ def _llava(settings: Mapping[str, Any], pictures: list[Image.Image]) -> Prepared
     return ["<image>" * 36] * len(pictures), {"pixel_values": found["pixel_values"]}
 
 
+def _gemma3(settings: Mapping[str, Any], pictures: list[Image.Image]) -> Prepared:
+    found = _processed("Gemma3", settings, pictures, resample=Image.Resampling.BILINEAR)
+    text = f"<start_of_image>{'<image_soft_token>' * 9}<end_of_image>"
+    return [text] * len(pictures), {"pixel_values": found["pixel_values"]}
+
+
 def _internvl(settings: Mapping[str, Any], pictures: list[Image.Image]) -> Prepared:
     tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": 4}
     found = _processed("GotOcr2", settings, pictures, **tiles)
@@ -104,6 +110,7 @@ FAMILIES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], list[Image.Image]
         _by_grid("PaddleOCRVL", "<|IMAGE_PLACEHOLDER|>"),
     ),
     "llava": ("<image>", _llava),
+    "gemma3": ("<start_of_image>", _gemma3),
     "internvl": ("<IMG_CONTEXT>", _internvl),
     "pixtral": ("[IMG]", _by_rows(1)),
     "mistral3": ("[IMG]", _by_rows(2)),
@@ -123,11 +130,14 @@ def of_transformers(family: str, model: Any, folder: Path, pictures: list[Image.
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = tokenizer.encode(prompt.replace("\1", pad), add_special_tokens=False).ids
     length, chosen = len(ids), tokenizer.token_to_id(pad)
+    mutual = tokenizer.token_to_id("<image_soft_token>")
     with torch.no_grad():
         for _ in range(STEPS):
             tokens = torch.tensor([ids])
             if "image_grid_thw" in inputs:
                 inputs["mm_token_type_ids"] = (tokens == chosen).int()
+            if mutual is not None:
+                inputs["token_type_ids"] = (tokens == mutual).int()
             logits = model(input_ids=tokens, use_cache=False, **inputs).logits
             ids = [*ids, int(logits[0, -1].argmax())]
     return ids[length:], length
