@@ -28,8 +28,9 @@ from banyan.scheduler.spans import ContentLimits
 _GIB = 1 << 30
 _LEAST_FOR_ADAPTERS = 64 << 20
 _STAGED_BYTES = 128 << 20
-_TOWER_ROWS = 16384
-"""Feature rows that are kept at least: as many as the largest content of Qwen3-VL has."""
+TOWER_ROWS = 16384
+"""Feature rows of a tower that are kept: as many as the largest content of Qwen3-VL has. Where
+prompts are not cut, as many as the longest prompt may need."""
 _LEAST_WRITES, _MOST_WRITES = 4, 64
 """Bounds on the pages that are being written to a store; within them, _STAGED_BYTES decides."""
 
@@ -138,7 +139,7 @@ def core_spec(
             ),
             multi_step=schedule.multi_step or 1,
             micro_batch=schedule.micro_batch if schedule.token_gap else 0,
-            content=content_limits(model_config, memory.max_request_tokens),
+            content=content_limits(model_config, memory.max_request_tokens, is_chunked),
             attention_ratio=attention_ratio(model_config)
             if schedule.shrinks_chunks and config.parallel.pp > 1 and is_chunked
             else 0.0,
@@ -153,7 +154,9 @@ def core_spec(
     )
 
 
-def content_limits(model_config: ModelConfig, max_request_tokens: int) -> ContentLimits:
+def content_limits(
+    model_config: ModelConfig, max_request_tokens: int, is_chunked: bool
+) -> ContentLimits:
     """The features that a replica keeps, and what it costs to make them."""
     media = model_config.media
     if media is None:
@@ -167,7 +170,7 @@ def content_limits(model_config: ModelConfig, max_request_tokens: int) -> Conten
     heads = sum(model_config.heads_of(layer) for layer in layers) * model_config.head_dim
     inner = sum(model_config.inner_of(layer) for layer in layers)
     return ContentLimits(
-        pool_rows=max(_TOWER_ROWS, max_request_tokens),
+        pool_rows=max(TOWER_ROWS, 0 if is_chunked else max_request_tokens),
         blocks=tower.blocks,
         patch_work=tower.width * (4 * tower.width + matrices * tower.inner),
         pair_work=int(2 * tower.width * seen),

@@ -232,6 +232,7 @@ def test_ranks_agree_on_contents(model, alone, parallel):
     with Engine(str(folder), **flags) as engine:
         specs = [prompt_of(media).spec("wanted"), prompt_of(media, 20, 6).spec("other")]
         found = ask(engine, specs)[0]
+        assert_bad_content_fails_alone(engine, media, found)
     assert found.tokens == alone.tokens
     ours, theirs = (
         torch.frombuffer(bytearray(each.scores), dtype=torch.float32) for each in (alone, found)
@@ -239,23 +240,27 @@ def test_ranks_agree_on_contents(model, alone, parallel):
     assert (ours - theirs).abs().max() < 1e-4
 
 
-def test_a_content_that_cannot_be_read_fails_its_request_alone(model, engine, alone):
-    good = prompt_of(model[1])
-    bad = prompt_of(model[1], seed=50).spec("bad")
+def assert_bad_content_fails_alone(engine: Engine, media: MediaConfig, alone: Found) -> None:
+    bad = prompt_of(media, seed=50).spec("bad")
     first = bad.message.contents[0]
     cut = structs.replace(first, data=first.data[:-7])
     bad = bad.with_message(contents=(cut, *bad.message.contents[1:]))
     assert engine.flush_cache()
 
     async def both() -> list[Found | BaseException]:
+        good = prompt_of(media).spec("good")
         return await asyncio.gather(
-            *(answer(engine, spec) for spec in (bad, good.spec("good"))), return_exceptions=True
+            *(answer(engine, spec) for spec in (bad, good)), return_exceptions=True
         )
 
     refused, found = engine._loop.run(both())
     assert isinstance(refused, RequestError) and refused.status == 400
     assert isinstance(found, Found)
     assert (found.tokens, found.scores) == (alone.tokens, alone.scores)
+
+
+def test_a_content_that_cannot_be_read_fails_its_request_alone(model, engine, alone):
+    assert_bad_content_fails_alone(engine, model[1], alone)
     again = prompt_of(model[1], seed=50)
     assert ask(engine, [again.spec("whole")])[0].tokens == expected(model, again)[0]
 
