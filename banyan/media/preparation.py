@@ -46,14 +46,14 @@ class PreparedItem:
     Attributes:
         content: its patches, and the digest that every key contains.
         stretch: ids in place of the placeholder, which is also the id at the feature places.
-        runs: (first, count) of the feature places in `stretch`.
+        runs: (first, count, first feature row) of the feature places in `stretch`.
         shape: the merged grid, if there is one run.
         is_mutual: its places attend to each other in both directions.
     """
 
     content: Content
     stretch: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[int, int, int], ...]
     shape: tuple[int, int, int]
     is_mutual: bool = False
 
@@ -123,9 +123,9 @@ def expanded(
             found.append(id)
             continue
         item = next(rest)
-        content, offset = item.content, 0
+        content = item.content
         contents.setdefault(content.digest, content)
-        for first, size in item.runs:
+        for first, size, offset in item.runs:
             is_whole = len(item.runs) == 1
             spans.append(
                 Span(
@@ -138,7 +138,6 @@ def expanded(
                     item.is_mutual,
                 )
             )
-            offset += size
         found += item.stretch
     return Expanded(found, tuple(spans), tuple(contents.values()))
 
@@ -305,13 +304,15 @@ class MediaService:
             answer.digest, ContentKind.PATCHES, answer.patches, layout.grid, layout.rows
         )
         ids: list[int] = list(self.model.begin)
-        runs: list[tuple[int, int]] = []
+        runs: list[tuple[int, int, int]] = []
+        rows = iter(layout.runs)
         for piece in layout.stretch:
             if isinstance(piece, str):
                 ids += await self._ids(piece)
             else:
-                runs.append((len(ids), piece))
-                ids += [self.placeholder] * piece
+                first, count = next(rows)
+                runs.append((len(ids), count, first))
+                ids += [self.placeholder] * count
         ids += self.model.end
         return PreparedItem(content, tuple(ids), tuple(runs), layout.shape, self.model.is_mutual)
 

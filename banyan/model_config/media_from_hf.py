@@ -519,6 +519,36 @@ def _llava(source: _Source) -> MediaConfig | None:
     )
 
 
+def _llava_next(source: _Source) -> MediaConfig | None:
+    """LLaVA 1.6: tiles of one of several canvases, whose features go row by row into the prompt."""
+    found = _llava(source)
+    if found is None or found.rule == "pixtral":
+        return None
+    tile = found.tower.side * found.tower.patch
+    fields = source.image if source.image.has("image_grid_pinpoints") else source.whole
+    listed = fields.listed("image_grid_pinpoints")
+    pinpoints = tuple(
+        (each[0], each[1])
+        for each in listed
+        if is_list(each)
+        and len(each) == 2
+        and all(isinstance(side, int) and 0 < side <= _MAX_SIDE for side in each)
+        and not (each[0] % tile or each[1] % tile)
+    )
+    if not pinpoints or len(pinpoints) != len(listed):
+        rule = f"[height, width] of canvases, multiples of {tile}"
+        raise fields.error("image_grid_pinpoints", listed, rule)
+    settings = {
+        "tile": tile,
+        "patch": found.tower.patch,
+        "merge": 1,
+        "pinpoints": pinpoints,
+        **_resample(source.image),
+    }
+    tower = replace(found.tower, has_newline=True)
+    return replace(found, rule="llava_next", tower=tower, settings=settings)
+
+
 def _until(source: _Source, tower: TowerConfig, default: int) -> TowerConfig:
     """The tower up to the block whose hidden states are the features."""
     most = tower.blocks
@@ -709,6 +739,7 @@ _READERS: Mapping[str, Callable[[_Source], MediaConfig | None]] = {
     "PaddleOCRVLForConditionalGeneration": _paddleocr_vl,
     "Gemma3ForConditionalGeneration": _gemma3,
     "LlavaForConditionalGeneration": _llava,
+    "LlavaNextForConditionalGeneration": _llava_next,
     "InternVLForConditionalGeneration": _internvl,
     "SmolVLMForConditionalGeneration": _idefics3,
     "Idefics3ForConditionalGeneration": _idefics3,
