@@ -263,7 +263,7 @@ class MediaService:
         items = await _all(self._decode(one, deadline_s) for one in measured)
         for one, item in zip(measured, items, strict=True):
             if tenant:
-                item = _owned(item, tenant)
+                item = owned(item, tenant)
             self._cache.put(keys[one.part.key], item)
             found[one.part.key] = item
         return found
@@ -338,7 +338,7 @@ class MediaService:
         return answer
 
 
-def _owned(item: PreparedItem, tenant: bytes) -> PreparedItem:
+def owned(item: PreparedItem, tenant: bytes) -> PreparedItem:
     """The item under a digest that no other caller's pictures have."""
     digest = hashlib.sha256(tenant + item.content.digest).digest()
     return replace(item, content=msgspec.structs.replace(item.content, digest=digest))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from banyan.base.errors import RequestError
+from banyan.media.given import folded, given_item
 from banyan.media.parts import IMAGE, MediaPart, read_options, source_of
-from banyan.media.preparation import Expanded, MediaService, expanded
+from banyan.media.preparation import Expanded, MediaService, PreparedItem, expanded
 from banyan.requests import constraint
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.prompts import (
@@ -285,12 +286,17 @@ def _with_pictures(
     given = _image_data(fields, len(prompts))
     for listed in given:
         media.check_count(len(listed))
-    parts = [[_picture(value, f"image_data[{i}]") for value in g] for i, g in enumerate(given)]
-    items = context.media.of([part for listed in parts for part in listed])
-    rest = iter(items)
+    parts = [
+        [_picture(value, f"image_data[{i}]", media, context.tenant) for value in listed]
+        for i, listed in enumerate(given)
+    ]
+    wanted = [part for listed in parts for part in listed if isinstance(part, MediaPart)]
+    rest = iter(context.media.of(wanted))
     found = []
     for prompt, listed in zip(prompts, parts, strict=True):
-        own = [next(rest) for _ in listed]
+        own = [next(rest) if isinstance(part, MediaPart) else part for part in listed]
+        if any(not isinstance(part, MediaPart) for part in listed):
+            prompt = folded(prompt, own, media.placeholder)
         whole = expanded(prompt, own, media.placeholder, media.placeholder_text)
         if len(whole.ids) >= min(limits.context_length, limits.total):
             raise too_long(len(whole.ids), limits)
@@ -310,19 +316,20 @@ def _image_data(fields: Fields, num_prompts: int) -> list[list[object]]:
     return [v if isinstance(v, list) else [] if v is None else [v] for v in each]
 
 
-def _picture(value: object, param: str) -> MediaPart:
-    """A URL, base64, a path as file: URL, bytes (offline), or {"url" | "image": one of these}."""
+def _picture(
+    value: object, param: str, media: MediaService, tenant: bytes
+) -> MediaPart | PreparedItem:
+    """A URL, base64, a path as file: URL, bytes (offline), {"url" | "image": one of these}, or
+    what stands for a picture (`given_item`)."""
     if isinstance(value, Mapping):
         if value.get("format") is not None:
-            raise RequestError(
-                f"{param}: features of another processor (format) are not taken",
-                param="image_data",
-                code="not_available",
-                hint="Send the picture itself",
-            )
+            return given_item(value, param, media.model, tenant)
         options = read_options(value, param)
-        inner = value.get("url", value.get("image"))
-        return replace(_picture(inner, param), options=options)
+        return replace(_file(value.get("url", value.get("image")), param), options=options)
+    return _file(value, param)
+
+
+def _file(value: object, param: str) -> MediaPart:
     if isinstance(value, bytes):
         return MediaPart(IMAGE, value, param)
     if not isinstance(value, str) or not value:
