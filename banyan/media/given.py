@@ -82,7 +82,7 @@ def _given_patches(
     if pixels.shape != (math.prod(grid), tower.channels * each):
         wanted = [math.prod(grid), tower.channels * each]
         raise _misfit(f"{param}: pixel_values of shape {list(pixels.shape)}, not {wanted}")
-    mean, std = (np.repeat(np.float32(each_of), each) for each_of in (tower.mean, tower.std))
+    mean, std = (np.asarray(n, np.float32).repeat(each) for n in (tower.mean, tower.std))
     exact = (pixels * std + mean) * 255
     whole = exact.round()
     if whole.min() < 0 or whole.max() > 255 or np.abs(exact - whole).max() > _MOST_ROUNDING:
@@ -115,7 +115,7 @@ def _grid(value: Mapping[str, object], param: str, merge: int) -> tuple[int, int
         found = np.asarray(value.get("image_grid_thw")).reshape(-1)
     except (TypeError, ValueError):
         found = np.zeros(0)
-    sides = found.tolist() if found.dtype.kind in "iu" else []
+    sides = [int(side) for side in found[:4]] if found.dtype.kind in "iu" else []
     is_right = len(sides) == 3 and all(1 <= side <= _MOST_PATCHES for side in sides)
     if not is_right or sides[1] % merge or sides[2] % merge:
         raise _misfit(f"{param}: image_grid_thw must be [t, h, w], h and w multiples of {merge}")

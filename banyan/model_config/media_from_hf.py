@@ -527,13 +527,15 @@ def _llava_next(source: _Source) -> MediaConfig | None:
     tile = found.tower.side * found.tower.patch
     fields = source.image if source.image.has("image_grid_pinpoints") else source.whole
     listed = fields.listed("image_grid_pinpoints")
-    pinpoints = tuple(
-        (each[0], each[1])
+    pairs = [
+        [side for side in each if isinstance(side, int) and 0 < side <= _MAX_SIDE]
         for each in listed
-        if is_list(each)
-        and len(each) == 2
-        and all(isinstance(side, int) and 0 < side <= _MAX_SIDE for side in each)
-        and not (each[0] % tile or each[1] % tile)
+        if is_list(each) and len(each) == 2
+    ]
+    pinpoints = tuple(
+        (pair[0], pair[1])
+        for pair in pairs
+        if len(pair) == 2 and not (pair[0] % tile or pair[1] % tile)
     )
     if not pinpoints or len(pinpoints) != len(listed):
         rule = f"[height, width] of canvases, multiples of {tile}"
