@@ -104,7 +104,8 @@ def _numbers(value: Mapping[str, object], name: str, param: str) -> np.ndarray:
         found = found[0]
     if found.dtype.kind not in "fiu" or found.ndim != 2 or not found.size:
         raise _misfit(f"{param}: {name} must be rows of numbers, each as long as the others")
-    found = np.ascontiguousarray(found, np.float32)
+    with np.errstate(over="ignore"):  # what is too large is refused below
+        found = np.ascontiguousarray(found, np.float32)
     if not np.isfinite(found).all():
         raise _misfit(f"{param}: {name} has numbers that are not finite")
     return found
