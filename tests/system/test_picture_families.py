@@ -18,8 +18,6 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from banyan import Engine
-from banyan.media.pixels import patches_of
-from banyan.media.rules import layout_of
 from tests.support.multimodal import RECIPES, tiny
 
 STEPS = 8
@@ -125,25 +123,6 @@ def _smolvlm(settings: Mapping[str, Any], pictures: list[Image.Image]) -> Prepar
     return texts, {"pixel_values": found["pixel_values"], **masks}
 
 
-def _llama4(settings: Mapping[str, Any], pictures: list[Image.Image]) -> Prepared:
-    """Its processor needs torchvision, so the tiles are those of our own rule."""
-    own: dict[str, object] = {
-        **{"tile": 84, "patch": 14, "merge": 2, "max_tiles": settings["max_patches"]},
-        **{"start_token": "<|image_start|>", "column_token": "<|tile_x_separator|>"},
-        **{"row_token": "<|tile_y_separator|>", "global_token": "<|image|>"},
-        "end_token": "<|image_end|>",
-    }
-    texts, tiles = [], []
-    for each in pictures:
-        layout = layout_of("llama4", *each.size, own)
-        rows = patches_of(each, "llama4", layout, own).reshape(-1, 6, 6, 3, 14, 14)
-        tiles.append(rows.transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, 84, 84))
-        parts = ("<|patch|>" * part if isinstance(part, int) else part for part in layout.stretch)
-        texts.append("".join(parts))
-    assert len(tiles[1]) > 1
-    return texts, {"pixel_values": (torch.from_numpy(np.concatenate(tiles)) / 255 - 0.5) / 0.5}
-
-
 FAMILIES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], list[Image.Image]], Prepared]]] = {
     "glm4v": ("<|image|>", _by_grid("Glm4v", "<|image|>")),
     "paddleocr_vl": (
@@ -158,7 +137,6 @@ FAMILIES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], list[Image.Image]
     "pixtral": ("[IMG]", _by_rows(1)),
     "mistral3": ("[IMG]", _by_rows(2)),
     "smolvlm": ("<image>", _smolvlm),
-    "llama4": ("<|image|>", _llama4),
 }
 """Family -> its placeholder, and what transformers' processor makes of pictures."""
 
