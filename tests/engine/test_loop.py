@@ -29,7 +29,7 @@ from banyan.scheduler.scheduler import Scheduler
 from tests.support.flags import config_of
 
 READY = Ready(max_total_tokens=1, max_request_tokens=1, max_running=1)
-WAIT_S = 20
+WAIT_S = 60
 CONFIG_FIELDS = {field.name for field in fields(LoopConfig)}
 
 

@@ -355,7 +355,7 @@ build.cached_library(folder=Path({str(folder)!r}), isa="base")
 
 
 def until(is_so) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -38,7 +38,7 @@ def model(site: Site) -> Site:
 
 @pytest.fixture
 def client(site: Site) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0, timeout=10)
+    return anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0, timeout=60)
 
 
 def body(**fields: object) -> dict[str, object]:
@@ -57,7 +57,7 @@ def ask(site: Site, stream: bool, **fields: object) -> dict[str, object]:
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "text/event-stream"
     check_order(answer.text)
-    client = anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0, timeout=10)
+    client = anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0, timeout=60)
     with client.messages.stream(**asked) as events:
         return events.get_final_message().model_dump(mode="json")
 
@@ -521,5 +521,5 @@ def test_a_client_that_leaves_ends_its_request() -> None:
         site.generator.hold_after = 1
         with site.http.stream("POST", PATH, json=body(stream=True)) as answer:
             next(answer.iter_lines())
-        assert site.generator.closed.acquire(timeout=10)
+        assert site.generator.closed.acquire(timeout=60)
         assert not site.generator.open

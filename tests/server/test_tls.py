@@ -58,7 +58,7 @@ def serving(context: ssl.SSLContext | None) -> Iterator[int]:
         yield listener.getsockname()[1]
     finally:
         web.should_exit = True
-        thread.join(10)
+        thread.join(60)
         listener.close()
 
 

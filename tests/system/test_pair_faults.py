@@ -101,7 +101,7 @@ class Site:
 
     def loads(self) -> dict[str, int]:
         """Requests that the router has open at each server, by its name."""
-        told = httpx.get(f"{self.router}/workers", timeout=10).json()["workers"]
+        told = httpx.get(f"{self.router}/workers", timeout=60).json()["workers"]
         names = {f"http://127.0.0.1:{port}": name for name, port in self.ports.items()}
         return {names[one["url"]]: one["load"] for one in told}
 
@@ -131,7 +131,7 @@ class Site:
             wait_until(lambda: all(self._well()), BACK_S, "the router to see all of them well")
 
     def _well(self) -> list[bool]:
-        told = httpx.get(f"{self.router}/workers", timeout=10).json()["workers"]
+        told = httpx.get(f"{self.router}/workers", timeout=60).json()["workers"]
         return [one["is_healthy"] for one in told]
 
 

@@ -105,7 +105,7 @@ def test_a_paused_request_goes_on_with_the_new_weights(server, folders):
     held = update(server, folders[1])
     assert held.status_code == 400 and "hold pages" in held.json()["message"]
     pause(server, "retract")
-    wait_until(lambda: server.stats()["waiting"] == 1, 30, "the request to be retracted")
+    wait_until(lambda: server.stats()["waiting"] == 1, 60, "the request to be retracted")
     answer = update(server, folders[1]).json()
     assert answer["success"] and answer["num_paused_requests"] == 1
     go_on(server)
