@@ -121,7 +121,7 @@ def test_a_key_shows_in_no_output() -> None:
     assert done.returncode == 3 and "sk-1a2b" not in done.stderr + done.stdout
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     done = banyan("version", "--json")
     assert done.returncode == 0 and '"python"' in done.stdout
 

@@ -180,7 +180,7 @@ def test_a_pull_that_is_stopped_is_listed_as_a_part_and_goes_on(
         (["run", "bge-small-en", "hi"], 3, "makes vectors of texts"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_one_line(
+def test_what_cannot_be_done_is_reported_in_one_line(
     tmp_path: Path, banyan: Run, words: list[str], code: int, said: str
 ) -> None:
     (tmp_path / "models--keep--me").mkdir()

@@ -446,7 +446,7 @@ def test_bad_requests_are_refused_in_the_api_s_words(
     assert words in refused.value.body["error"]["message"]
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_know(
+def test_a_prompt_that_is_too_long_is_reported_in_the_words_that_agents_know(
     client: anthropic.Anthropic,
 ) -> None:
     turns = [{"role": "user", "content": "x" * 5000}]
@@ -493,7 +493,7 @@ def test_a_large_body_is_refused_in_the_api_s_words() -> None:
         assert refused.value.body["error"]["type"] == "request_too_large"
 
 
-def test_both_headers_of_the_key_are_taken_and_a_wrong_key_is_told() -> None:
+def test_both_headers_of_the_key_are_taken_and_a_wrong_key_is_reported() -> None:
     with Site(ServerConfig(api_key="right")).serving() as site:
         for given in ({"api_key": "right"}, {"auth_token": "right"}):
             client = anthropic.Anthropic(base_url=site.url, max_retries=0, **given)

@@ -110,7 +110,7 @@ def test_responses_are_an_endpoint_too_and_are_in_the_file_alone(
     ],
     ids=["zip", "csv", "utf-16", "deep", "long line", "a million lines", "blank lines"],
 )
-def test_what_is_no_batch_is_told_by_its_lines(content: bytes, num_faults: int) -> None:
+def test_what_is_no_batch_is_reported_by_its_lines(content: bytes, num_faults: int) -> None:
     lines, faults = read_lines(content)
     assert not lines and num_faults <= len(faults) <= MAX_FAULTS
     assert all(len(fault.message) < 300 for fault in faults)
