@@ -134,8 +134,8 @@ def check(running: Server) -> None:
     print(
         f"\nfigure: {len(seen.ends) + len(seen.refusals):,} requests in {OVERLOAD_S:g} s: goodput "
         f"{goodput:.1f}/s, {goodput / best:.0%} of the peak of {best:.1f}/s; "
-        f"{len(seen.refusals):,} refusals (p99 after "
-        f"{1000 * percentile(seen.refusal_took_s, 0.99):.0f} ms), {unreported} without Retry-After, "
+        f"{len(seen.refusals):,} refusals, p99 after "
+        f"{1000 * percentile(seen.refusal_took_s, 0.99):.0f} ms, {unreported} without Retry-After, "
         f"{right / max(1, len(waits)):.1%} of those right within a factor of {FACTOR:g}; p99 of "
         f"accepted requests {took:.1f} s; {grown_mb:+.0f} MB; {len(seen.others)} other answers"
     )
