@@ -1,5 +1,6 @@
 """Options of the test suite, its marks, and the order of its files."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -194,6 +195,23 @@ def _turn(item: pytest.Item) -> tuple[bool, int]:
     name = _name(item.nodeid)
     place = LONGEST.index(name) if name in LONGEST else len(LONGEST)
     return name.startswith("ascend/emulation/"), place
+
+
+def _set_aside() -> None:
+    """Exclude what lives now from garbage collection. An engine that ends collects garbage, and the
+    thousands of tests and all modules would be walked each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _set_aside()
+
+
+@pytest.hookimpl(trylast=True)  # behind the fixtures of the file
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        _set_aside()
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose items
