@@ -18,7 +18,7 @@ CANARY = {
     "input_ids": [5, 6, 7],
     "sampling_params": {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True},
 }
-SETTLED_S = 5.0
+SETTLED_S = 30.0
 GROWN_MB = 20
 PROBE_S = 0.01
 """Pause between two looks at the loop."""
