@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Generic, TypeVar
 
 from banyan.base.errors import ConfigError
@@ -65,12 +65,13 @@ class Table(Generic[T]):
 
 def plugins(group: str) -> EntryPoints:
     """What installed packages add to a group of entry points."""
-    return _installed(tuple(sys.path)).select(group=group)
+    return EntryPoints(e for e in _installed(tuple(sys.path)) if e.group == group)
 
 
 @lru_cache(maxsize=1)  # it reads a file of each package, which takes 20 ms
-def _installed(path: tuple[str, ...]) -> EntryPoints:
-    return entry_points()
+def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    groups = entry_points()
+    return tuple(e for name in groups.groups for e in groups.select(group=name))
 
 
 def split_name(name: str) -> tuple[str, str]:
