@@ -139,3 +139,22 @@ def test_bodies_that_take_long_are_refused_by_their_shape(body: bytes, why: str)
 def test_a_long_text_is_whole(stepped: Parse) -> None:
     for text in ("x" * 3_000_001, "\u4f60" * (1 << 20) + '\n"' + "y" * (1 << 20), "z" * (1 << 20)):
         assert stepped(json.dumps({"text": text}, ensure_ascii=False).encode()) == {"text": text}
+
+
+class Counted(bytes):
+    """Bytes that note how many of them one call goes through."""
+
+    spans: list[int]
+
+    def count(self, mark: bytes, begin: int = 0, end: int | None = None) -> int:
+        stop = len(self) if end is None else min(end, len(self))
+        self.spans.append(stop - begin)
+        return super().count(mark, begin, stop)
+
+
+def test_marks_are_counted_in_pieces() -> None:
+    body = Counted(json.dumps({"text": "[" * 100 + "x" * (5 << 20), "n": [1, 2]}).encode())
+    body.spans = []
+    assert limits.json_object(body) == json.loads(bytes(body))
+    assert max(body.spans) <= 1 << 20 and len(body.spans) > 30
+    assert limits.count_of(body, b"[", b",") == bytes(body).count(b"[") + bytes(body).count(b",")
