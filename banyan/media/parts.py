@@ -48,28 +48,41 @@ MAX_PATH_CHARS = 4096
 
 
 @dataclass(frozen=True)
+class EncodedFile:
+    """A file in base64, not decoded yet."""
+
+    text: str
+    param: str
+
+    def decoded(self) -> bytes:
+        """Its bytes; RequestError if the text is no base64."""
+        return decoded(self.text, self.param)
+
+
+@dataclass(frozen=True)
 class MediaPart:
     """One picture of a request, not fetched yet.
 
     Attributes:
         kind: IMAGE.
-        source: a URL, or the bytes of the file.
+        source: a URL, or the file.
         param: the field that brings it, for errors.
         options: `detail` and limits of its resolution, for `rules.with_options`.
         key: equal for equal sources and options.
     """
 
     kind: str
-    source: str | bytes
+    source: str | bytes | EncodedFile
     param: str
     options: Mapping[str, object] = field(default_factory=dict[str, object])
     key: bytes = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         found = hashlib.sha256(repr(sorted(self.options.items())).encode())
-        is_text = isinstance(self.source, str)
-        found.update(b"text" if is_text else b"data")
-        found.update(self.source.encode() if isinstance(self.source, str) else self.source)
+        source = self.source
+        found.update(type(source).__name__.encode())
+        text = source.text if isinstance(source, EncodedFile) else source
+        found.update(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
         object.__setattr__(self, "key", found.digest())
 
 
@@ -152,8 +165,8 @@ def read_options(given: Mapping[str, object], param: str) -> dict[str, object]:
     return options
 
 
-def source_of(text: str, param: str) -> str | bytes:
-    """A URL as it is, an absolute path as file: URL, or the bytes of a data URL or of base64.
+def source_of(text: str, param: str) -> str | EncodedFile:
+    """A URL as it is, an absolute path as file: URL, or the file in a data URL or in base64.
 
     Raises:
         RequestError: it is none of these.
@@ -163,7 +176,7 @@ def source_of(text: str, param: str) -> str | bytes:
     if _URL.match(text):
         return text
     if len(text) >= _MIN_BASE64 and _is_base64(text):
-        return decoded(text, param)
+        return EncodedFile(text, param)
     if text.startswith("/") and len(text) <= MAX_PATH_CHARS:
         return f"file://{quote(text)}"
     raise RequestError(
@@ -174,7 +187,7 @@ def source_of(text: str, param: str) -> str | bytes:
     )
 
 
-def _of_data_url(url: str, param: str) -> bytes:
+def _of_data_url(url: str, param: str) -> EncodedFile:
     head = _DATA_URL.match(url[:512])
     if head is None:
         raise RequestError(
@@ -190,7 +203,7 @@ def _of_data_url(url: str, param: str) -> bytes:
             code="invalid_image_url",
             hint="Send data:image/png;base64,…",
         )
-    return decoded(url[head.end() :], param)
+    return EncodedFile(url[head.end() :], param)
 
 
 def decoded(text: str, param: str) -> bytes:

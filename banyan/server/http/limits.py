@@ -281,7 +281,8 @@ def _scan_string(text: str, end: int, strict: bool = True) -> tuple[str, int]:
     while (run := _PLAIN.match(text, end)) and run.end() - end == _PLAIN_CHARS:
         end = run.end()
     rest, after = _decoder.scanstring(text, end, strict)
-    found = text[begin:end] + rest
+    is_plain = len(rest) == after - 1 - end  # an escape is longer than its character
+    found = text[begin : after - 1] if is_plain else text[begin:end] + rest
     _check_surrogates(found)
     return found, after
 
