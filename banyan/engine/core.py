@@ -296,7 +296,7 @@ class EngineCore:
             verify_rows=drafts.steps,
             proposed_drafts=drafts.proposed,
             correct_drafts=drafts.correct,
-            pinned_pages=cache.pins.pages,
+            pinned_pages=cache.pins.pages if cache.pins.by_name else 0,
             adapters=0 if adapters is None else adapters.num_loaded,
             adapter_bytes=0 if adapters is None else adapters.used_bytes,
             open_rooms=0 if disaggregation is None else len(disaggregation),

@@ -296,7 +296,7 @@ def _open_executor(
     model_config, build = opened.model_config, opened.build
     rank = build.groups.world.rank
     name = f"engine{config.parallel.replica}" + (f"-rank{rank}" if rank else "")
-    profiler = Profiler([*marks, runner.marks], config.observe.profile_dir, name)
+    profiler = Profiler(runner, marks, config.observe.profile_dir, name)
     loaded_weights = LoadedWeights(
         config.model,
         model_config,
@@ -331,7 +331,7 @@ def _open_executor(
     if lora_pool is not None:
         preparers |= {TakeAdapter: lora_pool.prepare_load, DropAdapter: lora_pool.prepare_unload}
         preparers[TakeWeights] = lora_pool.guard_weight_update(loaded_weights.prepare_take)
-    return ControlOpExecutor(runner, preparers, build.groups.world, build.device, profiler.stepped)
+    return ControlOpExecutor(runner, preparers, build.groups.world, build.device)
 
 
 def _open_launcher(
@@ -347,11 +347,12 @@ def _open_launcher(
         send = _after_copies(ranks.send_turn, runner.mover)
         return PipelineLauncher(_open_stage(opened, runner, executor), wake, send)
     threaded = Threaded(
-        executor,
+        runner,
         wake,
         is_async=opened.platform.traits.async_launch,
         inside=runner.device_thread.hold,
         wake_next=runner.wake_next_step,
+        executor=executor,
     )
     if parallel.world == 1:
         return threaded

@@ -95,6 +95,7 @@ class Threaded:
             for results, so that the next plan is launched while this one runs. A launch may wait
             for a mask that depends on the previous plan, so neither can be the loop's thread.
         inside: context of the launching thread, from its first plan to its last.
+        executor: runs plans with control ops; None = `runner` gets them too.
         wake_next: lets the next plan wake the loop itself when its rows begin to run; returns
             False if it cannot. Woken earlier, the loop would work while the device is idle.
     """
@@ -106,8 +107,10 @@ class Threaded:
         is_async: bool = False,
         inside: Callable[[], AbstractContextManager[object]] = nullcontext,
         wake_next: Callable[[], bool] = lambda: False,
+        executor: StepRunner | None = None,
     ) -> None:
         self._runner = runner
+        self._executor = executor or runner
         self._inside = inside
         self._wake = wake
         self._wake_next = wake_next
@@ -145,8 +148,9 @@ class Threaded:
         item = self._queue.get()
         while item is not None:
             began = time.perf_counter()
+            runner = self._executor if item.plan.control_ops else self._runner
             try:
-                pending = self._runner.launch(item.plan, item.mask_of)
+                pending = runner.launch(item.plan, item.mask_of)
             except Exception as error:  # whatever it is, it must fail the step, not the engine
                 pending = error
             if self._launched is None:

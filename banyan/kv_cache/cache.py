@@ -187,6 +187,12 @@ class KVCache:
             epochs=self.epochs,
             gets_state=self.states.is_target,
         )
+        self._holders: list[StateCheckpoints | PrefixLoads] = []
+        """What holds pages besides leases and the tree."""
+        if self.has_state:
+            self._holders.append(self.states)
+        if self.tier is not None or self.peers is not None:
+            self._holders.append(self._loads)
         self._promises: dict[StepId, list[Node]] = {}
         self._held = [0] * len(groups)
         """Per group, private pages of all leases."""
@@ -360,7 +366,8 @@ class KVCache:
 
     def end_copies(self, ids: list[int], failed: list[int]) -> None:
         """Copies have ended, within the device or to and from a store or peer."""
-        self.states.end(ids, failed)
+        if self.has_state:
+            self.states.end(ids, failed)
         self.partial_blocks.end((*ids, *failed))
         if self.tier is not None:
             self.tier.end(ids, failed)
@@ -401,7 +408,7 @@ class KVCache:
                 total=pool.total,
                 free=pool.free,
                 cached=self.cached.counts[g],
-                held=self._held[g] + len(self.states.held(g)) + len(self._loads.held(g)),
+                held=self._held[g] + sum(len(part.held(g)) for part in self._holders),
                 in_flight=pool.limbo,
             )
             for g, pool in enumerate(self.pools)
@@ -415,8 +422,7 @@ class KVCache:
             assert not ledger.leaked, f"group {g}: {ledger} leaks {ledger.leaked} pages"
             owned = [p for lease in leases for p in lease.private[g].values()]
             assert len(owned) == self._held[g], f"group {g}: held {self._held[g]}, not {owned}"
-            owned += self.states.held(g)
-            owned += self._loads.held(g)
+            owned += [page for part in self._holders for page in part.held(g)]
             owned += [p for node in self.tree.nodes() for p in node.pages[g]]
             assert len(set(owned)) == len(owned), f"group {g}: a page has two owners"
 

@@ -123,7 +123,8 @@ class PipelineStage:
         except Exception as error:
             text = f"step {plan.step} in stage {stage}: {type(error).__name__}: {error}"
             raise DeviceError(text, hint="the replica ends; start it again") from error
-        self._executor.has_run(plan)
+        if runner.on_ran is not None and plan.rows:
+            runner.on_ran()
         if here.begun.has_run:
             self.ran += 1
             if stage + 1 < self._stages.size:

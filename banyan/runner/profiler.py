@@ -31,13 +31,17 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.-]{0,64}")
 class Profiler:
     """
     Args:
-        marks: profiler spans of the recorded threads.
+        runner: of this rank.
+        marks: profiler spans of other threads, recorded with the runner's.
         folder: default folder of the files; "" = the folder of temporary files.
         name: of this rank, for file names.
     """
 
-    def __init__(self, marks: Sequence[Marks], folder: str = "", name: str = "engine") -> None:
-        self._marks = marks
+    def __init__(
+        self, runner: ModelRunner, marks: Sequence[Marks], folder: str = "", name: str = "engine"
+    ) -> None:
+        self._runner = runner
+        self._marks = [*marks, runner.marks]
         self._folder = folder or tempfile.gettempdir()
         self._name = name
         self._trace: Trace | None = None
@@ -50,8 +54,6 @@ class Profiler:
 
     def stepped(self) -> None:
         """A step with rows has run."""
-        if self._trace is None:
-            return
         self._steps += 1
         if self._steps == self._most_steps:
             self._end()
@@ -83,6 +85,7 @@ class Profiler:
             self._trace = Trace()
             for marks in self._marks:
                 marks.trace = self._trace
+            self._runner.on_ran = self.stepped
             return RankReply("Start profiling.")
 
         return start
@@ -106,6 +109,7 @@ class Profiler:
     def _end(self) -> None:
         assert self._trace is not None
         trace, self._trace = self._trace, None
+        self._runner.on_ran = None
         for marks in self._marks:
             marks.trace = None
         try:

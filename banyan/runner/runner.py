@@ -38,6 +38,7 @@ from banyan.messages.plan import (
     STORE,
     CopyResult,
     PageCopy,
+    PieceFailure,
     Row,
     StepPlan,
     StepResult,
@@ -54,10 +55,11 @@ from banyan.runner.batch import Batch, histories
 from banyan.runner.choose_forward import open_forward
 from banyan.runner.draft_trees import Compaction, branches_of
 from banyan.runner.features import Features, SpanTable, form_of
+from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
 from banyan.runner.logprobs import CHUNK_ELEMENTS, ScoredPositions, StepScores
 from banyan.runner.multi_step import MultiStep
-from banyan.runner.rank_pages import copy_after
+from banyan.runner.rank_pages import end_together
 from banyan.runner.runner_config import Abilities, RunnerConfig
 from banyan.runner.sampler import Processors, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
@@ -155,6 +157,8 @@ class ModelRunner:
         """Eventfd with which running steps wake the engine loop; None = they do not."""
         self.marks = Marks("runner")
         """Profiler spans of the launching thread."""
+        self.on_ran: Callable[[], None] | None = None
+        """Called after each step with rows, while a profile is recorded."""
         self._sampler = Sampler(self._table, model_config.vocab_size, build.ops)
         self._processors = Processors(self._table)
         self._target_hidden = TargetHiddenStates(bool(aux_layers))
@@ -188,6 +192,9 @@ class ModelRunner:
             # All replicas must use the same chunk, however each one runs the model.
             chunk = min(self._score_chunk, config.max_slots)
             self._dp_step = DPAttentionStep(build.groups.dp_batch, chunk)
+        self._opened: Forward | None = None
+        """None = the model, or the memory of its graphs, is released."""
+        self._pooler: Pooler | None = None
         self.take_model(model)
 
     def take_model(self, model: Model, opens: bool = True) -> None:
@@ -206,7 +213,7 @@ class ModelRunner:
         default = "encoder" if model_config.is_encoder else "paged"
         attention = BACKENDS.load(self._config.attention or default)(self._build.ops, self.store)
         with self.platform.stream():
-            self._forward = open_forward(
+            self._opened = open_forward(
                 model=model,
                 table=self._table,
                 store=self.store,
@@ -223,10 +230,14 @@ class ModelRunner:
     def drop_model(self, keeps_weights: bool = False) -> None:
         """Free the model, or only the graphs that run it; no rows can run until `take_model`."""
         self.platform.synchronize()
-        for part in ("_forward", "_pooler"):  # they may have gone with other memory before
-            self.__dict__.pop(part, None)
+        self._opened = self._pooler = None
         if not keeps_weights:
             self.model = None
+
+    @property
+    def _forward(self) -> Forward:
+        assert self._opened is not None, "the model is released"
+        return self._opened
 
     @property
     def abilities(self) -> Abilities:
@@ -287,9 +298,11 @@ class ModelRunner:
     def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         begun = self.begin(plan)
         finish = self.end(begun, mask_of)
-        # Rank 0 may read or reuse pages of all ranks once a step has ended, so all must be done.
-        if plan.copies or self.store.is_shared:
-            other_ranks = copy_after(self.store, plan.copies, self._ranks)
+        if self.on_ran is not None and plan.rows:
+            self.on_ran()
+        self.store.copy(plan.copies, "after")
+        if self.store.is_shared:
+            other_ranks = end_together(self.store, plan.copies, self._ranks)
             if other_ranks is not None:
                 return finish_after(self.platform.fetch([other_ranks]), finish)
         return finish
@@ -315,7 +328,9 @@ class ModelRunner:
         table.join(plan.joins)
         table.grant(plan.grants)
         self.store.copy(plan.copies, "before")
-        spoilt = [] if self._features is None else self._features.enter(plan)
+        spoilt: list[PieceFailure] = []
+        if self._features is not None and (plan.contents or plan.pieces or plan.forget):
+            spoilt = self._features.enter(plan)
         if self._drafting is not None:
             self._drafting.enter(plan)
         batch, failed = self._build_batch(plan.rows, plan.steps > 1)

@@ -177,13 +177,14 @@ def prefix_of(request: Request, cache: KVCache) -> Match:
 
 def explain_miss(request: Request, cache: KVCache, match: Match) -> Miss:
     """Why no more of a new request's prompt comes from the cache."""
+    if match.tokens >= request.known - 1:
+        return Miss()
     miss = cache.misses.explain(
         namespace=cache.weights + request.namespace,
         path=match.path,
         found=match.tokens,
         tokens=request.tokens,
         limit=prefix_limit(request),
-        wanted=request.known - 1,
     )
     if miss.reason not in (misses.EVICTED, misses.PAGE, misses.UNSEEN):
         return miss

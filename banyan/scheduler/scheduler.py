@@ -133,7 +133,8 @@ class Scheduler:
         )
         self._fair_queue.join(request, self.request_table.alive)
         self.request_table.add(request)
-        self.contents.add(request)
+        if generate.contents:
+            self.contents.add(request)
         has_prompt_elsewhere = self._is_decode and bool(generate.transfer_id)
         if self.cache.tier is not None and not has_prompt_elsewhere:
             self.store_fetcher.look_up(request, now)
@@ -156,7 +157,8 @@ class Scheduler:
             self.request_table.finish(request, "stop", now, cut_at=request.prompt_len + keep)
 
     def on_copies_ended(self, result: CopyResult) -> None:
-        self.store_fetcher.note_read(len(result.ids), result.seconds)
+        if self.cache.tier is not None:
+            self.store_fetcher.note_read(len(result.ids), result.seconds)
         self.cache.end_copies(result.ids, result.failed)
         if self.disaggregation is not None:
             self.disaggregation.on_copies_ended()
@@ -173,7 +175,8 @@ class Scheduler:
             self.request_table.fail(request, event.status, event.text, event.code)
 
     def _on_end(self, request: Request) -> None:
-        self.contents.drop(request)
+        if request.generate.contents:
+            self.contents.drop(request)
         if self.disaggregation is not None:
             self.disaggregation.on_ended(request)
 
@@ -194,7 +197,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError when a page, slot or request is counted wrongly."""
         self.request_table.check()
-        self.contents.check_counts(self.request_table.alive)
+        if self.contents.items:
+            self.contents.check_counts(self.request_table.alive)
         if self.adapters is not None:
             self.adapters.check()
 
@@ -206,7 +210,8 @@ class Scheduler:
         limits, table, cache = self.limits, self.request_table, self.cache
         fail_overdue(table, limits, now)
         table.slots.free_lingering()
-        cache.pins.expire(now)
+        if cache.pins.by_name:
+            cache.pins.expire(now)
         builder = StepPlanBuilder(
             step=step,
             leaves=table.slots.leaves,
@@ -443,7 +448,7 @@ class Scheduler:
                 score_top=generate.score_top,
                 score_ids=generate.score_ids,
                 adapter=0 if self.adapters is None else self.adapters.enter(request),
-                spans=self.contents.placed(request),
+                spans=self.contents.placed(request) if generate.spans else b"",
                 namespace=generate.namespace if self.limits.drafts else b"",
             )
         )
