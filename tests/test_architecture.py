@@ -66,7 +66,6 @@ ARROWS = {
     "dp_attention.remote_engines": "base messages config model_config engine",
     "context_parallel": "base config model_config ops layers parallel runner dp_attention.batch",
     "pipeline.micro_batches": "base messages scheduler",
-    "pipeline.launcher": "base messages engine.launcher",
     "pipeline.runner_stage": "base messages parallel runner",
     "disaggregation": "base config messages kv_transfer",
     "disaggregation.rules": "base config model_config",

@@ -35,7 +35,7 @@ from banyan.engine.flight_recorder import Recorders
 from banyan.engine.grammar_queue import GrammarQueue, open_grammars
 from banyan.engine.kv_events import KVEventPublisher
 from banyan.engine.kv_transfer_setup import arrange, mover_of, served_replica, store_preparers
-from banyan.engine.launcher import Fanout, Launcher, Threaded
+from banyan.engine.launcher import Fanout, Launcher, PipelineLauncher, Threaded
 from banyan.engine.local_processes import LocalRanks
 from banyan.engine.loop import EngineLoop, Link, LoopConfig, LoopParts
 from banyan.engine.model_loader import (
@@ -79,7 +79,6 @@ from banyan.ops.api import Peaks
 from banyan.ops.bind import PROBES
 from banyan.parallel.collectives import Rendezvous
 from banyan.parallel.process_group import open_store, own_address
-from banyan.pipeline.launcher import PipelineLauncher
 from banyan.pipeline.runner_stage import PipelineStage, serve_stage
 from banyan.runner.control_ops import ControlOpExecutor, PrepareOp, serve_rank
 from banyan.runner.kvstore import KVStore

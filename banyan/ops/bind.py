@@ -218,7 +218,7 @@ TOOLKITS: Table[OpenToolkit] = Table(
 """Opens a device's toolkit; arguments: (threads of a rank, wishes)."""
 
 PROBES: Table[Callable[[Any], Peaks]] = Table(
-    "device probe", {"cpu": "banyan.ops.cpu.probe:measure_peaks"}, plugins="banyan.probes"
+    "device probe", {"cpu": "banyan.ops.cpu.library:measure_peaks"}, plugins="banyan.probes"
 )
 """Measures a device's peaks with its toolkit."""
 

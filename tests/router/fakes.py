@@ -10,8 +10,7 @@ import orjson
 
 from banyan.config.schema import ServerConfig
 from banyan.router.config import HealthConfig, RetryConfig, RouterConfig, WorkerSpec
-from banyan.router.health import HealthMonitor
-from banyan.router.lifecycle import open_metrics
+from banyan.router.lifecycle import HealthMonitor, open_metrics
 from banyan.router.routes import create_app
 from banyan.router.state import AdmissionLimiter, RouterState
 from banyan.router.worker_pool import WorkerPool
