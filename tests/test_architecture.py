@@ -128,11 +128,15 @@ PRIVATE_WORDS = re.compile(
 )
 MAX_FILE_LINES, MAX_STATEMENTS, MAX_PUBLIC_METHODS, MAX_ARGUMENTS = 800, 60, 12, 8
 MORE_PUBLIC_METHODS = {
-    "Ops": 26, "Operators": 22, "Engine": 18, "Library": 18, "Launch": 18, "Group": 16,
-    "EngineClient": 16, "ModelRunner": 16, "Rows": 16, "EngineCore": 15, "DataParallelClient": 15,
-    "StoreTier": 15, "StreamingText": 14, "KVCache": 13, "KVStore": 13,
-    "RequestTable": 13,
-}  # fmt: skip
+    "Ops": 25,  # one method for each operator of models
+    "Engine": 18,  # SGLang's offline interface
+    "Library": 18,  # its compiled functions and what kernels ask of it
+    "Launch": 18,  # facts that the rules of a start read
+    "Group": 16,  # collectives, of tensors and of rows
+    "EngineClient": 16,  # the link to one engine, as a server and a supervisor need it
+    "DataParallelClient": 15,  # the same for several engines
+    "StreamingText": 14,  # the verbs in which parsers are written
+}
 """Classes above the limit, each with its number: none grows, and none joins."""
 MIN_FILE_LINES = 80
 SMALL_FILES = (

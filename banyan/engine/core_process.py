@@ -206,7 +206,9 @@ def run_engine(
         started(loop)
         phases.done("scheduler")
         weights = 0 if config.model.load_format == "dummy" else size_of_weights(model_config.path)
-        loop.run(_ready(memory, weights, phases, kernels, runner.how, settings, spec.adapters))
+        loop.run(
+            _ready(memory, weights, phases, kernels, runner.forward.how, settings, spec.adapters)
+        )
 
 
 def _open_step_log(observe: ObserveConfig, marks: Sequence[Marks]) -> StepLog:
@@ -399,11 +401,11 @@ def _settle_multi_step(
         return config, settings
     if _MULTI_STEP not in settings:
         raise ConfigError(
-            f"--num-continuous-decode-steps {multi_step}: steps are {runner.how} here, and only "
-            "recorded ones can follow each other by themselves",
+            f"--num-continuous-decode-steps {multi_step}: steps are {runner.forward.how} here, and "
+            "only recorded ones can follow each other by themselves",
             hint="leave the flag out",
         )
-    log.debug("set multi_step=1 because steps are %s here", runner.how)
+    log.debug("set multi_step=1 because steps are %s here", runner.forward.how)
     return with_settings(config, {_MULTI_STEP: 1}), settings | {_MULTI_STEP: 1}
 
 

@@ -324,16 +324,16 @@ class EngineLoop:
         if self._mover is not None:
             for ended in self._mover.ended():
                 self._core.receive(ended, now)
-            self._mover.look(self._core.take_lookups())
-            self._mover.execute(self._core.take_transfer_ops())
+            self._mover.look(self._core.scheduler.store_fetcher.take_lookups())
+            self._mover.execute(self._core.scheduler.take_transfer_ops())
         if self._balancer is not None and (orders := self._balancer.due()):
             self._core.receive(RunControlOps(NO_CALL, orders), now)
-        if self._publisher is not None:
-            self._publisher.publish(self._core.take_cache_events())
+        if self._publisher is not None and self._core.scheduler.cache.events is not None:
+            self._publisher.publish(self._core.scheduler.cache.events.take())
         self._marks.end("commit")
         self._launch()
         if self._mover is not None:
-            self._mover.execute(self._core.take_transfer_ops())
+            self._mover.execute(self._core.scheduler.take_transfer_ops())
         self._marks.end("plan")
         events += self._core.take_events()
         if self._core.scheduler.contents.dropped:

@@ -25,7 +25,7 @@ from banyan.kv_cache.pins import Pins
 from banyan.kv_cache.radix_tree import CachedPages, Lease, Match, Node, RadixTree
 from banyan.kv_cache.sizing import FULL, STATE, WINDOW, CacheGroup, common_block_size
 from banyan.kv_cache.state_checkpoints import StateCheckpoints
-from banyan.messages.plan import PageCopy, PageGrant
+from banyan.messages.plan import PageGrant
 
 TOKEN_BYTES = 4
 WEIGHTS_BYTES = 8
@@ -253,17 +253,6 @@ class KVCache:
             self.cached.touch(match.partial.node, priority)
             self.partial_blocks.lock(lease, match.partial)
         return lease, grants
-
-    def restores(self, lease: Lease, row: int, step: StepId) -> list[PageCopy]:
-        """Copies of the matched states and of the partial block into the lease's own pages."""
-        copies = self.partial_blocks.begin(lease, row)
-        if not lease.path:
-            return copies
-        last = len(lease.path) - 1
-        return copies + [
-            self.states.restore(lease.locked[g].pop(last), g, lease.tables[g][0], row, step)
-            for g in self.states.state_groups
-        ]
 
     def grow(self, lease: Lease, tokens: int) -> list[PageGrant] | None:
         """Give the lease pages for `tokens` positions; None (and nothing changed) if too few are

@@ -198,7 +198,7 @@ def _explain_store_miss(request: Request, cache: KVCache, match: Match) -> str:
     fetch, tier, depth = request.fetch, cache.tier, len(match.path)
     if fetch is None or tier is None or not tier.is_attached or depth >= len(fetch.keys):
         return ""
-    if fetch.held < 0 or tier.load_of(fetch.keys[depth]) is not None:
+    if fetch.held < 0 or fetch.keys[depth] in tier.loading:
         return misses.LOADING
     if depth >= fetch.held:
         return ""

@@ -85,7 +85,9 @@ class RowPlanner:
         )
         request.drafting.proposed = flight.propose
         if restores:
-            builder.copies += self._cache.restores(lease, flight.row, builder.step)
+            builder.copies += self._cache.partial_blocks.begin(lease, flight.row)
+            if self._cache.has_state:
+                builder.copies += self._cache.states.restores(lease, flight.row, builder.step)
         if samples and request.grammar is not None:
             self._mask(request, builder, flight, drafts)
         builder.rows.append(self._row(request, start, count, drafts, flight))

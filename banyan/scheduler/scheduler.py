@@ -14,7 +14,13 @@ from banyan.disaggregation.scheduling import DECODE, disaggregation_side
 from banyan.grammar.base import Grammar, GrammarFactory
 from banyan.kv_cache.cache import KVCache, Match
 from banyan.lora.scheduling import Adapters
-from banyan.messages.disaggregation import KVTransferEvent, PrefillResult, TransferFailed
+from banyan.messages.disaggregation import (
+    KVTransferEvent,
+    KVTransferOp,
+    PrefillResult,
+    TransferFailed,
+)
+from banyan.messages.events import Failed
 from banyan.messages.plan import CopyResult, Join, RowFailure, RowScores, StepResult
 from banyan.messages.requests import Generate
 from banyan.pipeline.micro_batches import MicroBatches
@@ -117,7 +123,9 @@ class Scheduler:
             if self.disaggregation is not None:
                 self.disaggregation.on_refused(generate)
             self.contents.refuse(generate)
-            self.request_table.refuse(generate.request, error.status, str(error), error.code)
+            self.counters.failed += 1
+            refused = Failed(generate.request, error.status, str(error), error.code)
+            self.request_table.events.append(refused)
             return
         self._arrivals += 1
         namespace = generate.namespace
@@ -173,6 +181,13 @@ class Scheduler:
             self._outputs.process(request, array("i", event.tokens), event.scores, now)
         elif isinstance(event, TransferFailed):
             self.request_table.fail(request, event.status, event.text, event.code)
+
+    def take_transfer_ops(self) -> list[KVTransferOp]:
+        """Drain the outbox towards other servers."""
+        if self.disaggregation is None:
+            return []
+        ops, self.disaggregation.ops = self.disaggregation.ops, []
+        return ops
 
     def _on_end(self, request: Request) -> None:
         if request.generate.contents:
@@ -232,8 +247,7 @@ class Scheduler:
             self._admit(builder)
         # Copies off the device come first: this plan may give their pages to another request.
         if cache.tier is not None:
-            cache.tier.plan_writes(bool(builder.rows))
-            builder.copies[:0] = cache.tier.take_copies()
+            builder.copies[:0] = cache.tier.take_copies(bool(builder.rows))
         if cache.peers is not None:
             builder.copies[:0] = cache.peers.take_copies()
         if builder.has_work:
