@@ -144,7 +144,7 @@ class Routed:
 
 BASE = RouterConfig(
     server=ServerConfig(port=0),
-    health=HealthConfig(interval_s=0.1, first_interval_s=0.05, timeout_s=1.0),
+    health=HealthConfig(interval_s=0.1, first_interval_s=0.05, timeout_s=60.0),
     retry=RetryConfig(first_pause_s=0.01, longest_pause_s=0.02),
 )
 

@@ -87,7 +87,7 @@ def test_a_refused_key_has_the_body_that_clients_know(locked: Site) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
 def test_odd_paths_do_not_pass_the_guard(locked: Site, path: str, method: str) -> None:
-    with socket.create_connection(("127.0.0.1", locked.port), timeout=10) as raw:
+    with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as raw:
         raw.sendall(f"{method} {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
         assert raw.recv(4096).split()[1] == b"401"
 
@@ -233,7 +233,7 @@ def test_a_compressed_body_is_refused(http: httpx.Client) -> None:
 
 def headed(site: Site, head: bytes, body: bytes = b"") -> bytes:
     """The status of a raw request."""
-    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as raw:
+    with socket.create_connection(("127.0.0.1", site.port), timeout=60) as raw:
         raw.sendall(head + b"\r\n" + body)
         return raw.recv(4096).split()[1]
 
@@ -263,14 +263,14 @@ def test_bodies_that_come_at_the_same_time_share_a_room() -> None:
         def asked(size: int) -> httpx.Response:
             return httpx.post(site.url + "/generate", content=b" " * size)
 
-        wait_until(lambda: asked(most).status_code == 503, 10, "the room to be full")
+        wait_until(lambda: asked(most).status_code == 503, 60, "the room to be full")
         refused = asked(most)
         assert "room for 32768" in refused.text and refused.headers["retry-after"]
         assert asked(100).status_code == 400, "what is small has room"
         chunked = b"1000\r\n" + b" " * 4096 + b"\r\n"
         assert headed(site, POST + b"Transfer-Encoding: chunked\r\n", chunked) == b"503"
         slow[0].close()
-        wait_until(lambda: asked(most).status_code == 400, 10, "room for one more")
+        wait_until(lambda: asked(most).status_code == 400, 60, "room for one more")
         for raw in slow[1:]:
             raw.sendall(b" " * 96)
             assert raw.recv(4096).split()[1] == b"400"
@@ -306,7 +306,7 @@ def test_headers_beyond_the_bounds_are_431(locked: Site) -> None:
 
 def closed_after(site: Site, start: bytes, more: bytes, most: int) -> bool:
     """Whether the server hangs up on a client that goes on sending, before it has sent `most`."""
-    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as raw:
+    with socket.create_connection(("127.0.0.1", site.port), timeout=60) as raw:
         raw.sendall(start)
         sent = 0
         try:
@@ -361,7 +361,7 @@ def test_a_body_where_none_is_read_is_refused_unread(site: Site, path: str) -> N
 def test_connections_beyond_the_bound_are_cut(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listen, "MAX_CONNECTIONS", 0)
     address = ("127.0.0.1", site.port)
-    with socket.create_connection(address, timeout=10) as raw, contextlib.suppress(ConnectionError):
+    with socket.create_connection(address, timeout=60) as raw, contextlib.suppress(ConnectionError):
         assert raw.recv(1) == b""
     monkeypatch.undo()
     assert headed(site, b"GET /livez HTTP/1.1\r\nHost: localhost\r\n") == b"200"
@@ -369,7 +369,7 @@ def test_connections_beyond_the_bound_are_cut(site: Site, monkeypatch: pytest.Mo
 
 def test_headers_that_never_end_are_408(locked: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listen, "HEADER_TIMEOUT_S", 0.05)
-    with socket.create_connection(("127.0.0.1", locked.port), timeout=10) as raw:
+    with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as raw:
         raw.sendall(b"GET /livez HTTP/1.1\r\nHost: loc")
         assert raw.recv(4096).split()[1] == b"408"
 
@@ -425,7 +425,7 @@ def test_a_client_that_never_reads_is_cut_off_and_its_request_ended() -> None:
         body = json.dumps({"text": "a", "stream": True}).encode()
         head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
         raw.sendall(head % len(body) + body)
-        assert own.generator.closed.acquire(timeout=20)
+        assert own.generator.closed.acquire(timeout=60)
         raw.close()
 
 
