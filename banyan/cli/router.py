@@ -145,8 +145,7 @@ class LocalHost:
             parse((*model.words, *config.pool.start), environment)
 
     def find(self) -> list[NamedModel]:
-        """The named models, then those of the preset, then those of the folder; a name counts
-        once."""
+        """The named models, then the preset, then the folder; a name counts once."""
         rule, found = self._config.models, dict[str, NamedModel]()
         for model in (*_named(rule.names), *_preset(rule.preset), *self._in(rule.folder)):
             found.setdefault(model.name, model)

@@ -30,7 +30,7 @@ _OF_SEVERAL = (
 
 USAGE = """banyan serve [MODEL] [flags]
 banyan serve MODEL MODEL … [flags]      several models at one address, loaded when they are asked
-banyan serve --models-dir FOLDER        every model in a folder; hub = those of banyan list
+banyan serve --models-dir FOLDER        every model in a folder; hub = what banyan list shows
 
 MODEL is a folder, a .gguf file, a name that banyan models lists, a hub id (owner/name, or
 owner/name/file.gguf), pypi:PACKAGE or demo.
