@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from banyan.base.errors import RequestError
-from banyan.base.fair_share import CALLER, FairShare, TurnQueue
+from banyan.base.fair_share import CALLER, FairShare, Turns
 from banyan.config.schema import Config
 from banyan.router.config import LimitConfig, RouterConfig
 from banyan.router.models import ModelServers
@@ -29,8 +29,7 @@ class AdmissionLimiter:
     def __init__(self, limits: LimitConfig, now: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._now = now
-        places = FairShare(limits.concurrent, reserved=limits.concurrent // 8)
-        self._queue: TurnQueue[asyncio.Future[None]] = TurnQueue(places)
+        self._turns = Turns(FairShare(limits.concurrent, reserved=limits.concurrent // 8))
         self._waiting = FairShare(limits.waiting)
         self._started = FairShare(limits.rate)
         """Requests of the last second. They leak at the rate of the limit."""
@@ -42,7 +41,7 @@ class AdmissionLimiter:
 
     @property
     def inside(self) -> int:
-        return self._queue.out.total
+        return self._turns.inside
 
     @asynccontextmanager
     async def slot(self) -> AsyncGenerator[None]:
@@ -57,7 +56,7 @@ class AdmissionLimiter:
         try:
             yield
         finally:
-            self._leave(caller)
+            self._turns.leave(caller)
 
     def _count(self, caller: bytes) -> None:
         """Count a request that starts: a bucket that holds `rate` and leaks `rate` per second."""
@@ -74,9 +73,8 @@ class AdmissionLimiter:
         started.take(caller)
 
     async def _enter(self, caller: bytes) -> None:
-        places = self._queue.out
-        if places.most < 0 or places.fits(caller):
-            places.take(caller)
+        if self._turns.is_free(caller):
+            await self._turns.enter(caller)
             return
         if not self._waiting.fits(caller):
             raise _refusal(
@@ -84,31 +82,15 @@ class AdmissionLimiter:
                 f"{self._waiting.held_by(caller)} of them of this caller, as many as may",
                 "queue_full",
             )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put(caller, turn)
         self._waiting.take(caller)
         try:
             async with asyncio.timeout(self._limits.waiting_s):
-                await turn  # the request that leaves counts this one in
-        except BaseException as error:
-            self._queue.remove(caller, turn)
-            if turn.done() and not turn.cancelled():
-                self._leave(caller)  # admitted and timed out at the same time
-            if isinstance(error, TimeoutError):
-                waited = f"no place came free within {self._limits.waiting_s:g} s"
-                raise _refusal(waited, "queue_timeout") from None
-            raise
+                await self._turns.enter(caller)
+        except TimeoutError:
+            waited = f"no place came free within {self._limits.waiting_s:g} s"
+            raise _refusal(waited, "queue_timeout") from None
         finally:
             self._waiting.give_back(caller)
-
-    def _leave(self, caller: bytes) -> None:
-        self._queue.out.give_back(caller)
-        while (found := self._queue.get()) is not None:
-            next_caller, turn = found
-            if turn.done():
-                self._queue.out.give_back(next_caller)
-            else:
-                turn.set_result(None)
 
 
 def _refusal(text: str, code: str) -> RequestError:
