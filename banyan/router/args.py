@@ -184,7 +184,7 @@ def _start(
 
 
 def _check_models(config: RouterConfig, workers: tuple[WorkerSpec, ...]) -> None:
-    """Raise ConfigError on flags that do not go with models that the router starts."""
+    """Raise ConfigError on flags that cannot be combined with models that the router starts."""
     policy = config.policy
     others = {
         "--worker-urls": bool(workers),
@@ -196,7 +196,7 @@ def _check_models(config: RouterConfig, workers: tuple[WorkerSpec, ...]) -> None
     for flag, is_given in others.items():
         if is_given:
             raise ConfigError(
-                f"{flag} does not go with models that the router starts (--models, --models-dir, "
+                f"{flag} cannot be combined with models that the router starts (--models, --models-dir, "
                 "--models-preset)",
                 hint="leave it out; flags of the servers may be given for all or in the preset",
             )

@@ -379,7 +379,7 @@ def signed_caller(exchange: HttpExchange, state: RouterState, method: str, path:
 
 
 async def model_of(exchange: HttpExchange) -> tuple[str, float | None]:
-    """The model that a request names, "" = none, and the seconds that it shall stay loaded
+    """The model that a request names, "" = none, and the seconds that it is to stay loaded
     (Ollama's `keep_alive`), None = not said.
 
     Raises:

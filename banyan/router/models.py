@@ -1,4 +1,4 @@
-"""Several models behind one address. Each has a server of its own, which starts when a request
+"""Several models at one address. Each has a server of its own, which starts when a request
 names the model, and stops when another model needs its place.
 
     unloaded ──request──► loading ──well──► loaded ──another one's turn, or idle──► unloading ─┐
@@ -6,7 +6,7 @@ names the model, and stops when another model needs its place.
         └──────────────────────────────────────────────────────────────────────────────────────┘
 
 One model is loaded at a time. A model whose place is needed finishes its requests first; requests
-for it that come meanwhile wait behind the one that needs the place.
+for it that come meanwhile wait until the other one has had it.
 """
 
 import asyncio
@@ -309,7 +309,7 @@ class ModelServers:
         return int(self._rule.memory_gib * _GIB)
 
     def _limit_of(self, model: ModelServer) -> int:
-        """Bytes that a model may take beside the loaded ones; 0 = no bound."""
+        """Bytes that a model may take in addition to the loaded ones; 0 = no bound."""
         left = self._bound - sum(m.size_bytes for m in self._loaded)
         return max(left, model.size_bytes) if self._bound else 0
 
