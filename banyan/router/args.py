@@ -196,8 +196,8 @@ def _check_models(config: RouterConfig, workers: tuple[WorkerSpec, ...]) -> None
     for flag, is_given in others.items():
         if is_given:
             raise ConfigError(
-                f"{flag} cannot be combined with models that the router starts (--models, --models-dir, "
-                "--models-preset)",
+                f"{flag} cannot be combined with models that the router starts "
+                "(--models, --models-dir, --models-preset)",
                 hint="leave it out; flags of the servers may be given for all or in the preset",
             )
 
