@@ -42,7 +42,7 @@ ARROWS = {
     "bench": "base model_config messages tokenizer formats",
     "server": "base config model_config messages media tokenizer chat_template requests parsers"
     " engine_client formats scheduler.routing lora.adapter_files dp_attention.rules",
-    "router": "base config scheduler.routing scheduler.prefix_hashes server.errors server.http",
+    "router": "base config scheduler.routing server.errors server.http",
     "platform": "base config.defaults config.env model_config.model_config",
     "ops": "platform base",
     "parallel": "platform ops base dp_attention.batch",

@@ -199,7 +199,7 @@ KERNEL_TABLES: Table[KernelTable] = Table(
         "cpu": "banyan.ops.cpu:KERNELS",
         "cuda": "banyan.ops.cuda:KERNELS",
         "npu": "banyan.ascend.ops:KERNELS",
-        "null": "banyan.ops.null:KERNELS",
+        "null": "banyan.ops.bind:NULL_KERNELS",
     },
     plugins="banyan.kernels",
 )
@@ -495,3 +495,13 @@ def _pack_whole(
     *more: object,
 ) -> object:
     return run(weights, dtype, device, *more)
+
+
+def _attention_of_null(q: Tensor, *_: object) -> Tensor:
+    """Only the shape is right."""
+    return torch.empty_like(q)
+
+
+NULL_ATTENTION = Kernel(run=_attention_of_null, supports=lambda spec: None)
+NULL_KERNELS = {"paged_attention": ["banyan.ops.bind:NULL_ATTENTION"]}
+"""The null device: meta tensors run the reference, except attention, which reads numbers there."""

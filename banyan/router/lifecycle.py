@@ -1,25 +1,21 @@
-"""Run a router process, from a bound socket to its exit code. `HealthMonitor` checks every worker
-periodically and logs changes."""
+"""Run a router process, from a bound socket to its exit code."""
 
 import asyncio
 import contextlib
 import signal
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-import orjson
 import uvloop
 
 from banyan.base.errors import DeviceError, RequestError
-from banyan.base.json_types import is_object
-from banyan.base.log import logger, printable
+from banyan.base.log import logger
 from banyan.base.thread_pool import use_threads
-from banyan.router.config import PREFILL, RouterConfig
+from banyan.router.config import RouterConfig
+from banyan.router.health import HealthMonitor
+from banyan.router.models import ModelHost, ModelServers
 from banyan.router.routes import create_app
 from banyan.router.state import AdmissionLimiter, RouterMetrics, RouterState
-from banyan.router.upstream import WorkerLost, WorkerUnreachable
-from banyan.router.worker import Worker
 from banyan.router.worker_pool import WorkerPool
 from banyan.server.http.listen import bind, check_exposure, web_server
 from banyan.server.http.tls import tls_context
@@ -31,11 +27,12 @@ CLOSING_S = 1.0
 _LOOK_S = 0.1
 
 
-def run_router(config: RouterConfig, lost: Callable[[], str]) -> int:
+def run_router(config: RouterConfig, lost: Callable[[], str], host: ModelHost | None = None) -> int:
     """Route until stopped; the exit code: 0 after a signal, 5 if no worker became ready.
 
     Args:
         lost: returns which server started for this router has ended; "" if none.
+        host: starts servers for models on demand; None without models.
 
     Raises:
         CapacityError: the port is taken.
@@ -44,21 +41,26 @@ def run_router(config: RouterConfig, lost: Callable[[], str]) -> int:
     check_exposure(config.server)
     listener = bind(config.server)
     with contextlib.closing(listener):
-        return uvloop.run(RouterServer(config, listener, lost).run())
+        return uvloop.run(RouterServer(config, listener, lost, host).run())
 
 
 class RouterServer:
     """One router process."""
 
     def __init__(
-        self, config: RouterConfig, listener: socket.socket, lost: Callable[[], str]
+        self,
+        config: RouterConfig,
+        listener: socket.socket,
+        lost: Callable[[], str],
+        host: ModelHost | None = None,
     ) -> None:
         self._config = config
         self._lost = lost
         self._listener = listener
         pool = WorkerPool(config)
+        models = None if host is None else ModelServers(config, pool, host)
         self.state = RouterState(
-            config, pool, AdmissionLimiter(config.limits), open_metrics(config, pool)
+            config, pool, AdmissionLimiter(config.limits), open_metrics(config, pool), models
         )
         self.app = create_app(self.state)
         self._web = web_server(
@@ -75,6 +77,7 @@ class RouterServer:
                 loop.add_signal_handler(number, self._signalled, number)
         web = asyncio.create_task(self._web.serve([self._listener]))
         watch = asyncio.create_task(HealthMonitor(self._config, self.state.pool).run())
+        models = None if self.state.models is None else asyncio.create_task(self.state.models.run())
         try:
             return await self._serve(watch)
         finally:
@@ -83,6 +86,9 @@ class RouterServer:
             self._web.should_exit = True
             self._web.force_exit = self._now.is_set()
             await asyncio.gather(web, watch, return_exceptions=True)
+            if models is not None:
+                models.cancel()
+                await asyncio.gather(models, return_exceptions=True)
 
     async def _serve(self, watch: asyncio.Task[None]) -> int:
         ready = asyncio.create_task(self._wait_until_ready())
@@ -105,6 +111,8 @@ class RouterServer:
         """Wait until a worker is ready; False if none is within the start-up time."""
         host, port = self._config.server.host, self._listener.getsockname()[1]
         address = f"{self._config.server.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        if self.state.models is not None:
+            return await self._load_first(self.state.models, address)
         log.info("routing on %s for %d workers", address, len(self.state.pool.workers))
         if not self.state.pool.workers:
             log.info("no worker is named: POST /workers adds them")
@@ -119,6 +127,20 @@ class RouterServer:
         except TimeoutError:
             log.error("nobody to ask after %g s: %s", limit_s, self.state.pool.trouble())
             return False
+        log.info("ready on %s", address)
+        return True
+
+    async def _load_first(self, models: ModelServers, address: str) -> bool:
+        """Load the first model that is named, so that an error in the flags ends the start."""
+        rule = self._config.models
+        first = await models.find(rule.default) if models.all or rule.names else None
+        names = ", ".join(model.name for model in models.all)
+        log.info("serving %d models on %s: %s", len(models.all), address, names or "none yet")
+        if first is not None and (rule.default or rule.names):
+            try:
+                await models.load(first, self._config.pool.startup_s)
+            except RequestError as error:
+                raise DeviceError(error.text, hint="see its message above") from None
         log.info("ready on %s", address)
         return True
 
@@ -158,128 +180,3 @@ def open_metrics(config: RouterConfig, pool: WorkerPool) -> RouterMetrics | None
     if config.prometheus.port:
         metrics.show_at(config.prometheus.host or config.server.host, config.prometheus.port)
     return metrics
-
-
-if TYPE_CHECKING:
-    from banyan.router.cache_events import CacheEventSubscriber
-
-
-_REASON_BYTES = 64 << 10
-_REASON_CHARS = 200
-_INFO_BYTES = 4 << 20
-_PORT = "disaggregation_bootstrap_port"
-_AFTER_DOUBT_S = 0.2
-"""Least seconds between two checks of a worker that failed requests."""
-
-
-class HealthMonitor:
-    """Checks the workers of a pool until it is cancelled."""
-
-    def __init__(self, config: RouterConfig, pool: WorkerPool) -> None:
-        self._health = config.health
-        self._key = config.server.api_key.partition(" ")[0]
-        self._pool = pool
-        self._tasks: dict[Worker, asyncio.Task[None]] = {}
-        self._subscriber = _open_subscriber(config)
-
-    async def run(self) -> None:
-        """Start and stop a task per worker as workers are added and removed."""
-        try:
-            while True:
-                self._pool.changed.clear()
-                for worker in self._tasks.keys() - set(self._pool.workers):
-                    self._tasks.pop(worker).cancel()
-                    if self._subscriber is not None:
-                        self._subscriber.drop(worker)
-                for worker in self._pool.workers:
-                    if worker not in self._tasks and not self._health.is_off:
-                        self._tasks[worker] = asyncio.create_task(self._follow(worker))
-                await self._pool.changed.wait()
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-            if self._subscriber is not None:
-                self._subscriber.close()
-
-    async def _follow(self, worker: Worker) -> None:
-        while True:
-            await self.check(worker)
-            health = self._health
-            pause_s = health.interval_s if worker.has_been_well else health.first_interval_s
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await worker.check_soon.wait()
-                worker.check_soon.clear()
-                await asyncio.sleep(min(pause_s, _AFTER_DOUBT_S))
-
-    async def check(self, worker: Worker) -> None:
-        """Check a worker once.
-
-        The connections of a worker that does not answer are closed, so that its requests are
-        retried elsewhere or end.
-        """
-        trouble, is_silent = await self._ask(worker)
-        has_changed = worker.record_check(trouble)
-        if self._subscriber is not None:
-            self._subscriber.update(worker)
-        if not has_changed:
-            return
-        if worker.is_well:
-            log.info("worker well url=%s", worker.url)
-            return
-        log.warning("worker not well url=%s: %s", worker.url, worker.trouble)
-        if is_silent:
-            worker.upstream.cut()
-
-    async def _ask(self, worker: Worker) -> tuple[str, bool]:
-        """(what is wrong, "" if nothing; whether there was no answer at all)."""
-        path = self._health.path.encode()
-        try:
-            async with asyncio.timeout(self._health.timeout_s):
-                answer = await worker.upstream.send("GET", path, self._headers(worker))
-                body = await answer.whole(_REASON_BYTES)
-                if answer.status == 200 and not worker.is_well:
-                    await self._learn_port(worker)
-        except TimeoutError:
-            return f"no answer to {self._health.path} in {self._health.timeout_s:g} s", True
-        except (WorkerUnreachable, WorkerLost) as error:
-            return str(error), True
-        except RequestError as error:  # the path or the key is invalid
-            return str(error), False
-        if answer.status == 200:
-            return "", False
-        said = printable(body.decode("utf-8", "replace"), _REASON_CHARS)
-        return f"{self._health.path} answered {answer.status} {said}".rstrip(), False
-
-    def _headers(self, worker: Worker) -> list[tuple[bytes, bytes]]:
-        key = worker.spec.api_key or self._key
-        return [(b"authorization", b"Bearer " + key.encode())] if key else []
-
-    async def _learn_port(self, worker: Worker) -> None:
-        """Ask a prefill worker for its bootstrap port, unless the router was given it. Called when
-        the worker has started, perhaps anew with another port."""
-        if worker.spec.kind != PREFILL or worker.spec.bootstrap_port is not None:
-            return
-        answer = await worker.upstream.send("GET", b"/server_info", self._headers(worker))
-        body, port = await answer.whole(_INFO_BYTES), None
-        with contextlib.suppress(ValueError, RecursionError):
-            info = orjson.loads(body)
-            port = info.get(_PORT) if answer.status == 200 and is_object(info) else None
-        if type(port) is int and 0 < port < 1 << 16:
-            worker.bootstrap_port = port
-            return
-        log.warning(
-            "worker url=%s does not report its %s (/server_info answered %d), so decode servers "
-            "assume their own default; name it after --prefill URL",
-            worker.url,
-            _PORT,
-            answer.status,
-        )
-
-
-def _open_subscriber(config: RouterConfig) -> "CacheEventSubscriber | None":
-    if not config.policy.follows_events:
-        return None
-    from banyan.router.cache_events import CacheEventSubscriber  # the only module that needs ZeroMQ
-
-    return CacheEventSubscriber(config)
