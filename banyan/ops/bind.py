@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
