@@ -300,7 +300,7 @@ def _bind(
         device,
         _DTYPES[config.model.activation_dtype],
         traits.features,
-        model_config.head_dim,
+        model_config.stored_head_dim,
         config.device.kernels,
         exact=config.model.cpu_activations == "fp32",
         cache_dtype=_CACHE_DTYPES[config.cache.dtype],
