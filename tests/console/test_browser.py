@@ -7,7 +7,7 @@ import pytest
 
 from banyan.base.ids import RequestId
 from banyan.messages.events import LiveRequest, Reply
-from tests.server.fakes import Site, Step, steps
+from tests.server.fakes import Site, steps
 from tests.support.flags import config_of
 
 PAGES = ["chat", "requests", "engine", "tokens", "models", "settings", "api"]
@@ -133,12 +133,14 @@ def test_markdown_becomes_elements_and_never_markup_of_the_model(site: Site, ope
     say(page, "Hi")
     finished(page)
     text = answers(page).locator(".text")
+    page.locator(".hljs-string").wait_for()
     for tag in ("h3", "strong", "em", "li li", "ol", "blockquote", "table", "pre code"):
         assert text.locator(tag).count(), tag
     assert text.locator("img, script").count() == 0
     assert "<script>alert(2)</script>" in text.inner_text()
     links = text.locator("a")
-    assert links.count() == 1 and links.get_attribute("rel") == "noopener noreferrer nofollow"
+    assert links.count() == 1
+    assert links.get_attribute("rel") == "noopener noreferrer nofollow"
     assert links.get_attribute("href") == "https://example.org/a"
     assert text.locator("pre code").inner_text() == "print('<b>')"
 
@@ -153,22 +155,123 @@ def test_code_is_copied_as_it_is(site: Site, open_page) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == "a < b"
 
 
-def test_long_hostile_answers_are_shown_in_time(site: Site, open_page) -> None:
-    parts = ["[" * 20_000, "*a " * 8_000, "> " * 8_000, "`" * 20_000, "|" * 9_000, " " * 20_000]
-    site.generator.limits = site.service.limits
-    site.generator.script = lambda _: [Step("\n\n".join(parts)), *steps("end")]
-    page = open_page(site.url)
-    took = page.evaluate(
+def show(page, text: str) -> None:
+    """Render a text as the answer of a model."""
+    page.evaluate(
         """async (text) => {
              const { Markdown } = await import("./console/markdown.js");
              const place = document.createElement("div");
+             place.className = "text";
+             place.id = "shown";
+             document.getElementById("shown")?.remove();
+             document.querySelector(".talk").append(place);
              const began = performance.now();
              new Markdown(place).show(text);
-             return [performance.now() - began, place.textContent.length];
+             place.dataset.took = performance.now() - began;
            }""",
-        "\n\n".join(parts),
+        text,
     )
-    assert took[0] < 3000 and took[1] > 50_000
+
+
+def test_tasks_columns_and_lists_look_as_they_were_meant(site: Site, open_page) -> None:
+    page = open_page(site.url)
+    show(
+        page,
+        "- [x] done\n- [ ] open\n  1. inner\n\n"
+        "| l | r | c |\n|:--|--:|:-:|\n| a | 1 | b |\n\n![a tree](https://example.org/t.png)",
+    )
+    boxes = page.locator("#shown li.task input")
+    assert [box.is_checked() for box in boxes.all()] == [True, False]
+    assert all(box.is_disabled() for box in boxes.all())
+    style = "(cell) => getComputedStyle(cell)"
+    aligned = [cell.evaluate(f"{style}.textAlign") for cell in page.locator("#shown td").all()]
+    assert [where.replace("start", "left") for where in aligned] == ["left", "right", "center"]
+    picture = page.locator("#shown a")
+    assert picture.inner_text() == "a tree"
+    assert picture.get_attribute("href") == "https://example.org/t.png"
+    show(page, "- one\n  - two\n")
+    marks = [mark.evaluate(f"{style}.listStyleType") for mark in page.locator("#shown ul").all()]
+    assert marks == ["disc", "circle"]
+
+
+FORMULAS = [
+    ("$E=mc^2$", 1),
+    ("so \\(a_1 + b\\) is", 1),
+    ("$$\n\\int_0^1 x\\,dx\n$$", 1),
+    ("\\[ \\boxed{42} \\]", 1),
+    ("- in a list $x$\n  $$y$$", 2),
+    ("It is $5 and then $6.", 0),
+    ("`$x$` and\n```\n$$y$$\n```", 0),
+    ("$$ left open", 0),
+    (r"$\href{javascript:alert(1)}{x}$ $\includegraphics{http://x.example/a}$", 2),
+]
+
+
+def test_formulas_are_drawn_and_money_is_not(site: Site, open_page) -> None:
+    page = open_page(site.url)
+    for source, drawn in FORMULAS:
+        show(page, source)
+        if drawn:
+            page.locator("#shown .katex").nth(drawn - 1).wait_for()
+        assert page.locator("#shown .katex").count() == drawn, source
+        assert page.locator("#shown :is(a, img)").count() == 0, source
+    show(page, "$E=mc^2$ and $\\mathcal{L}$")
+    page.evaluate("document.fonts.ready")
+    page.wait_for_function(
+        "[...document.fonts].filter((f) => f.family == 'KaTeX_Caligraphic'"
+        " && f.status == 'loaded').length == 1"
+    )
+
+
+def test_code_has_colours_and_stays_the_text_it_was(site: Site, open_page) -> None:
+    page = open_page(site.url)
+    code = 'def f(x):\n    return "<img src=x onerror=alert(1)>"  # &lt;'
+    show(page, f"```python\n{code}\n```\n\n```nothing\n<b>\n```")
+    page.locator("#shown .hljs-keyword").first.wait_for()
+    assert page.locator("#shown pre code").first.inner_text() == code
+    assert page.locator("#shown pre code").last.inner_text() == "<b>"
+    assert page.locator("#shown :is(img, b)").count() == 0
+
+
+def test_a_text_that_grows_keeps_the_blocks_before(site: Site, open_page) -> None:
+    page = open_page(site.url)
+    kept = page.evaluate(
+        """async () => {
+             const { Markdown } = await import("./console/markdown.js");
+             const place = document.createElement("div");
+             const markdown = new Markdown(place);
+             markdown.show("# One\\n\\nTwo");
+             const [first, second] = place.children;
+             markdown.show("# One\\n\\nTwo and more\\n\\n- three");
+             return [first === place.children[0], second === place.children[1],
+                     place.children.length];
+           }"""
+    )
+    assert kept == [True, False, 3]
+
+
+HOSTILE = [
+    "[" * 20_000,
+    "*a " * 8_000,
+    "> " * 8_000,
+    "`" * 20_000,
+    "|" * 9_000,
+    " " * 20_000,
+    "$$\n" * 9_000,
+    "$x " * 8_000,
+    "\\(" * 9_000,
+    "\\[x\n" * 9_000,
+    "![" * 9_000,
+    "- " * 9_000,
+    "http://" * 3_000,
+]
+
+
+def test_long_hostile_answers_are_shown_in_time(site: Site, open_page) -> None:
+    page = open_page(site.url)
+    for text in HOSTILE:
+        show(page, text)
+        assert float(page.locator("#shown").get_attribute("data-took")) < 3000, text[:10]
 
 
 def test_an_error_of_the_server_is_shown(site: Site, open_page) -> None:

@@ -55,7 +55,7 @@ def model_facts(state: ServerState) -> Json:
         "reasoning_parser": _name(service.parsers.reasoning_name),
         "tool_call_parser": _name(service.parsers.tool_name),
         "disaggregation_mode": state.config.handoff.mode,
-        "has_image_understanding": False,
+        "has_image_understanding": service.media is not None,
         "has_audio_understanding": False,
         "model_type": model_config.model_type,
         "architectures": [model_config.architecture],
