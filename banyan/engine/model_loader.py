@@ -30,7 +30,7 @@ from banyan.lora.pool import open_lora_targets
 from banyan.lora.targets import StackLayout
 from banyan.model_config.draft_model import draft_model_config, draft_of
 from banyan.model_config.kv_scales import read_kv_scales
-from banyan.model_config.model_config import STATE, ModelConfig
+from banyan.model_config.model_config import STATE, ModelConfig, stored_head_dim
 from banyan.models.base import Model
 from banyan.moe.dispatch_check import check_dispatch, exchanged_tokens, fused_mode
 from banyan.moe.expert_location import open_expert_map
@@ -301,7 +301,7 @@ def _bind(
         device,
         _DTYPES[config.model.activation_dtype],
         traits.features,
-        model_config.stored_head_dim,
+        stored_head_dim(model_config),
         config.device.kernels,
         exact=config.model.cpu_activations == "fp32",
         cache_dtype=_CACHE_DTYPES[config.cache.dtype],

@@ -415,12 +415,7 @@ class ModelConfig:
         """Numbers that one layer's KV cache keeps per token."""
         if self.latent is not None:
             return self.latent.rank + self.latent.rope_dim + self.latent.index_dim
-        return 2 * self.num_kv_heads * self.stored_head_dim
-
-    @property
-    def stored_head_dim(self) -> int:
-        """Head size of the cache; ALiBi adds the position to every key (`layers/attention.py`)."""
-        return self.head_dim + (ALIBI_DIMS if self.alibi else 0)
+        return 2 * self.num_kv_heads * stored_head_dim(self)
 
     def inner_of(self, layer: int) -> int:
         """Inner width of the feed-forward blocks that one token uses in this layer."""
@@ -462,3 +457,8 @@ class ModelConfig:
             return RopeFacts(kind="none")
         is_window = self.kind_of(layer) == WINDOW
         return self.window_rope if is_window and self.window_rope is not None else self.rope
+
+
+def stored_head_dim(model_config: ModelConfig) -> int:
+    """Head size of the cache; ALiBi adds the position to every key (`layers/attention.py`)."""
+    return model_config.head_dim + (ALIBI_DIMS if model_config.alibi else 0)

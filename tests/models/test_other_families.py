@@ -7,6 +7,7 @@ import torch
 
 from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.model_config import stored_head_dim
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.parallel.groups import GroupsConfig, open_groups
@@ -53,7 +54,7 @@ def test_a_family_gives_the_logits_and_tokens_of_transformers(variant, ops, page
 
 def _logits(folder, groups):
     model_config = read_model_config(folder)
-    ops = bind("cpu", CPU, torch.float32, frozenset(), model_config.stored_head_dim)
+    ops = bind("cpu", CPU, torch.float32, frozenset(), stored_head_dim(model_config))
     return PagedModel(load_model(model_config, Build(ops, groups))).step([(0, PROMPT)])[0]
 
 
