@@ -1,6 +1,6 @@
 """The tool-call parsers by name; entry point for more: "banyan.tool_parsers".
 
-Names are those of SGLang and vLLM; several stand for one format.
+SGLang's names and vLLM's; several name one format.
 """
 
 from banyan.base.table import Table
