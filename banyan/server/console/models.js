@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { h } from "./dom.js";
-import { count, gib, seconds } from "./words.js";
+import { count, gib, seconds } from "./format.js";
 
 export const title = "Models";
 

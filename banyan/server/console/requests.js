@@ -2,7 +2,7 @@
 
 import { ask, poll } from "./api.js";
 import { button, h, say } from "./dom.js";
-import { count, seconds } from "./words.js";
+import { count, seconds } from "./format.js";
 
 export const title = "Requests";
 
