@@ -8,6 +8,7 @@ import pytest
 from msgspec import structs
 
 from banyan.base.ids import RequestId
+from banyan.engine_client.history import EndedRequests
 from banyan.engine_client.metrics_observer import RequestOutcome
 from banyan.lora.adapter_files import AdapterPlace
 from banyan.messages.events import LiveRequest, Reply
@@ -137,6 +138,7 @@ def test_conversations_are_kept_in_the_browser_and_deleted(site: Site, open_page
     finished(page)
     page.reload()
     names = page.locator(".talks .pick")
+    names.nth(1).wait_for()
     assert names.all_inner_texts() == ["Second talk", "First talk"]
     names.last.click()
     page.locator(".message.user").get_by_text("First talk").wait_for()
@@ -613,6 +615,7 @@ def test_the_plots_show_an_hour_that_the_server_has_kept(site: Site, open_page) 
 
 
 def test_ended_requests_have_a_timeline_and_percentiles(site: Site, open_page) -> None:
+    site.state.ended = EndedRequests()
     page = open_page(f"{site.url}/#/engine")
     page.get_by_text("None yet.").wait_for()
     for number in range(1, 101):
@@ -667,8 +670,6 @@ def test_a_route_can_be_tried(site: Site, open_page) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_has_no_serious_fault_of_access(site: Site, open_page, name, scheme) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     site.generator.script = lambda _: steps(MARKDOWN)
     live = LiveRequest(RequestId("abc"), "decode", 10, 12, 8, 2, 2.5, 0.04)
     site.client.reply = Reply(1, True, body=msgspec.json.encode([live]))
@@ -680,10 +681,63 @@ def test_a_page_has_no_serious_fault_of_access(site: Site, open_page, name, sche
     if name == "tokens":
         page.get_by_role("button", name="Show tokens").click()
         page.get_by_role("option").nth(4).hover()
+    if name == "engine":
+        spec = spec_of(RequestId("r"), [1] * 8, SamplingParams(max_new_tokens=4))
+        site.state.ended.ended(RequestOutcome(spec, Usage(8, 11), "stop", 2.0, first_s=1.0))
+        page.get_by_role("img", name="answer").first.wait_for()
     page.wait_for_load_state("networkidle") if name in ("models", "settings", "api") else None
-    found = Axe().run(page).response["violations"]
+    found = faults_of_access(page)
     site.state.open._live = {}
-    assert [f"{v['id']}: {v['nodes'][0]['html'][:150]}" for v in found] == []
+    assert found == []
+
+
+def faults_of_access(page) -> list[str]:
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [f"{v['id']}: {v['nodes'][0]['html'][:150]}" for v in found]
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_no_state_of_the_chat_has_a_serious_fault_of_access(open_page, width: int) -> None:
+    site = Site()
+    eyes = Eyes(site)
+    with site.serving():
+        page = open_page(site.url, bypass_csp=True, viewport={"width": width, "height": 800})
+        page.get_by_text("What would you like to know?").wait_for()
+        assert faults_of_access(page) == []
+        site.generator.script = lambda _: steps("- [x] $a^2$\n- [ ] `b`")
+        page.locator("form.ask input[type=file]").set_input_files(
+            {"name": "a.png", "mimeType": "image/png", "buffer": png(60, 40)}
+        )
+        page.locator("form.ask img").wait_for()
+        page.get_by_text("Model, system prompt and sampling").click()
+        assert faults_of_access(page) == []
+        say(page, "Hi")
+        finished(page)
+        page.get_by_role("button", name="Answer again").click()
+        answers(page).locator(".versions").wait_for()
+        finished(page)
+        answers(page).locator(".katex").wait_for()
+        page.get_by_text("Model, system prompt and sampling").click()
+        if width < 800:
+            page.get_by_role("button", name="Menu").click()
+            page.get_by_role("button", name="Conversations", exact=True).click()
+        assert faults_of_access(page) == []
+        page.get_by_role("button", name="Rename Hi").click()
+        assert faults_of_access(page) == []
+        page.keyboard.press("Escape")
+        if width < 800:
+            page.get_by_role("button", name="Conversations", exact=True).click()
+            page.get_by_role("button", name="Menu").click()
+        page.get_by_role("button", name="Edit this message").click()
+        page.get_by_label("Your message").first.wait_for()
+        page.locator("h1").evaluate(
+            "(h1) => h1.dispatchEvent(new KeyboardEvent('keydown', { key: '?', bubbles: true }))"
+        )
+        page.get_by_role("dialog").wait_for()
+        assert faults_of_access(page) == []
+    eyes.media.close()
 
 
 @pytest.mark.parametrize("name", PAGES)

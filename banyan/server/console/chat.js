@@ -68,6 +68,7 @@ class ChatView {
     listen({
       "/": () => this.input.focus(),
       "alt+n": begin,
+      escape: () => conversations.stop(),
       "ctrl+k": () => { this.sidebar.element.classList.add("open"); this.sidebar.search.focus(); },
     }, signal);
   }

@@ -54,7 +54,7 @@ function percentiles(ended) {
     const values = ended.map(of).filter((value) => value != null).sort((a, b) => a - b);
     return [name, ...PERCENTS.map((percent) => seconds(percentile(values, percent)))];
   });
-  return table("Percentiles", ["", ...PERCENTS.map((percent) => `${percent} %`)], rows, { class: "narrow" });
+  return table("Percentiles", ["Time", ...PERCENTS.map((percent) => `${percent} %`)], rows, { class: "narrow" });
 }
 
 /** The value that this share of the sorted values does not exceed. */
