@@ -13,7 +13,7 @@ import torch
 from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.base.memory import give_back
+from banyan.base.memory import give_back, runs_the_process
 from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
@@ -197,7 +197,8 @@ def open_model(
             toolkit = _open_toolkit(config, draft_of(config), traits, threads)
         draft = _open_draft(config, model_config, traits, model, build, toolkit)
     gc.collect()
-    gc.freeze()  # the model's objects live long: never walk them again
+    if runs_the_process():
+        gc.freeze()  # the model's objects live long: never walk them again
     give_back()
     phases.done("weights")
     settings = settings_of(config, origins)

@@ -240,12 +240,12 @@ class Site:
         )
         thread.start()
         try:
-            with httpx.Client(base_url=self.url, timeout=10, verify=False) as self.http:
+            with httpx.Client(base_url=self.url, timeout=60, verify=False) as self.http:
                 yield self
         finally:
             self.call(self.app.end_all, "The test is over.")
             web.should_exit = True
-            thread.join(10)
+            thread.join(60)
             listener.close()
 
     def call(self, function: Callable[..., object], *args: object) -> None:
@@ -256,7 +256,7 @@ class Site:
             if inspect.isawaitable(found):
                 await found
 
-        asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
 
 PICTURE_TEMPLATE = (
