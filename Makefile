@@ -121,7 +121,7 @@ test-proofs: $(VENV)/.test $(VENV)/.demo
 test-forms: $(VENV)/.test
 	@FORMS=all $(BIN)/python -m pytest tests/models/quantize $(ARGS)
 
-# The console in a headless browser (Debian and Ubuntu: apt install chromium); a minute.
+# The console in a headless browser (Debian and Ubuntu: apt install chromium); two minutes.
 # Pictures for docs/console.md: python -m tests.console.pictures ADDRESS docs/console
 test-console: $(VENV)/.browser $(VENV)/.demo
 	@$(BIN)/python -m banyan.ops.cpu.build
