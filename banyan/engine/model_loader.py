@@ -34,7 +34,7 @@ from banyan.lora.adapter_config import EXPERTS
 from banyan.lora.pool import open_lora_targets
 from banyan.lora.targets import StackLayout
 from banyan.model_config.draft_model import draft_model_config, draft_of
-from banyan.model_config.model_config import STATE, ModelConfig
+from banyan.model_config.model_config import STATE, ModelConfig, stored_head_dim
 from banyan.model_config.quantization import read_kv_scales
 from banyan.models.base import Model
 from banyan.moe.expert_location import open_expert_map
@@ -312,7 +312,7 @@ def _bind(
         device,
         _DTYPES[config.model.activation_dtype],
         traits.features,
-        model_config.head_dim,
+        stored_head_dim(model_config),
         config.device.kernels,
         exact=config.model.cpu_activations == "fp32",
         cache_dtype=_CACHE_DTYPES[config.cache.dtype],
