@@ -214,6 +214,7 @@ _GEMMA3_TOWER = _siglip(
         "multi_modal_projector.mm_soft_emb_norm": "merger.norm",
     },
     norm_offset=1.0,
+    is_rms_offset=True,
 )
 _IDEFICS3_TOWER = _siglip("vision_model.", {"connector.modality_projection.proj": "merger.linear"})
 _INTERNVL_BLOCK = "vision_tower.encoder.layer.{}."

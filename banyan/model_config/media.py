@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Setting = int | float | str | tuple[float, ...] | tuple[tuple[int, int], ...]
+Setting = int | float | str | tuple[float | tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
