@@ -244,7 +244,7 @@ class SpanTable:
 
     def fault(self, row: Row) -> str | None:
         """Why the result of a row that runs is worthless; None = it is good."""
-        if not self._spans or self.features is None:
+        if not self.by_slot or self.features is None:
             return None
         spans = self._within(row.slot, row.start, row.start + row.count)
         faults = (self.features.fault_of(span.content) for span, _, _ in spans)
@@ -271,7 +271,7 @@ class SpanTable:
     ) -> list[tuple[int, int, int]]:
         """Tokens of a batch that see each other: (first token, token after the last, position
         after the last), in any order."""
-        if not self._spans:
+        if not self.by_slot:
             return []
         return [
             (at + first - start, at + last - start, span.first + span.count)
