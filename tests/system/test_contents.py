@@ -183,7 +183,7 @@ def test_prefix_hits_before_inside_and_after_a_span_change_no_bit(model, engine,
         ask(engine, [Prompt(media, ids, items).spec(f"before {end}", 1)])
         spec = prompt.spec(f"after {end}")
         again = ask(engine, [spec])[0]
-        cached = (end - 1) // 16 * 16
+        cached = (len(ids) - 1) // 16 * 16
         while (reached := last_end(spec.message.spans, cached)) < cached:
             cached = reached // 16 * 16
         assert again.cached >= cached
