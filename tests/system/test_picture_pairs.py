@@ -12,10 +12,10 @@ from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.support.handoff import CASES, GREEDY, is_whole, told
 from tests.support.multimodal import RECIPES, tiny
-from tests.system.handing import FLAGS, Pair, engines
+from tests.system.handing import FLAGS, WAIT_S, Pair, engines
 from tests.system.serving import wait_until
 
-MORE = {"mm_per_request_timeout": 0}
+MORE = {"mm_per_request_timeout": 0, "enable_return_hidden_states": True}
 SMALL = MORE | {"chunked_prefill_size": 16}
 """Steps that hold no picture of Qwen3-VL as a whole, and one of Gemma 3."""
 HIDDEN = {"sampling_params": GREEDY, "return_hidden_states": True}
@@ -72,8 +72,8 @@ def test_a_picture_that_cannot_be_read_ends_on_both_sides(model, single, pair) -
     body = body_of(model, 140) | {"image_data": ["/nowhere/at/all.png", picture(60, 60)]}
     for future in pair.start(**body, sampling_params=GREEDY):
         with pytest.raises(BanyanError):
-            future.result(60)
-    wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode))
+            future.result(WAIT_S)
+    wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "whole again")
 
 
 def test_hidden_states_over_pictures_are_those_of_any_chunks(model, single) -> None:
