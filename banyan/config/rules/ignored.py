@@ -156,6 +156,12 @@ _RULES = (
         "weights are not released without --enable-memory-saver",
     ),
     _Ignored(
+        "ds-channel-config-path ds-heavy-channel-type ds-heavy-channel-num ds-heavy-token-num "
+        "ds-sparse-decode-threshold",
+        lambda c: not c.sparsity.is_enabled,
+        "attention is dense without --enable-double-sparsity",
+    ),
+    _Ignored(
         "offload-num-in-group",
         lambda c: c.device.offload_group < 1,
         "there are no groups without --offload-group-size",

@@ -38,6 +38,15 @@ def deep(folder: Path) -> Flags:
     return {}
 
 
+def sparse(folder: Path) -> Flags:
+    """A model with a file of channels."""
+    deep(folder)
+    lists = [list(range(16))] * 8
+    keys = [f"model.layers.{layer}.self_attn.k_proj" for layer in range(6)]
+    (folder / "channels.json").write_text(json.dumps(dict.fromkeys(keys, lists)))
+    return {}
+
+
 def of_family(variant: str) -> Callable[[Path], Flags]:
     def make(folder: Path) -> Flags:
         tiny(variant, folder / "model", max_position_embeddings=512, **SIZES.get(variant, {}))
@@ -182,6 +191,14 @@ OFFLOAD = {
     "num_continuous_decode_steps": None,
     "quantization": "unquant",
 }
+SPARSE = {
+    "enable_double_sparsity": True,
+    "ds_channel_config_path": "{folder}/channels.json",
+    "ds_heavy_channel_type": "k",
+    "ds_heavy_channel_num": 4,
+    "ds_heavy_token_num": 2,
+    "ds_sparse_decode_threshold": 3,
+}
 EXPERTS = {
     "tp_size": 2,
     "ep_size": 2,
@@ -285,6 +302,7 @@ GROUPS: dict[str, tuple[Callable[[Path], Flags], Flags]] = {
     "schedule": (plain, SCHEDULE),
     "torch": (drafting("NGRAM128"), TORCH),
     "offload": (deep, OFFLOAD),
+    "sparse": (sparse, SPARSE),
     "gigabytes": (deep, {"cpu_offload_gb": 0.002, "decode_attention_backend": "torch_native"}),
     "decode": (plain, DECODE),
     "hooks": (plain, HOOKS),
