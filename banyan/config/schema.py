@@ -159,6 +159,8 @@ class ScheduleConfig:
     """Lower bound of the estimate, as a fraction of the initial one."""
     new_token_decay: int = 600
     """Decode steps from the initial estimate to the lower bound."""
+    receive_interval: int = 1
+    """Steps after which waiting messages are read, while steps run."""
     retract_steps: int = 20
     """Decode steps for which a retraction frees enough capacity."""
     clip_new_tokens: int = 4096
@@ -463,6 +465,8 @@ class HandoffConfig:
     """A decode server invents the prompts of requests that name no prefill server."""
     rdma_devices: str = ""
     """RDMA devices of the transfer engine, separated by commas; "" = its own choice."""
+    mooncake_devices: str = ""
+    """The same, of Mooncake's store as well, where others are not named."""
     offloads: bool = False
     """A decode server writes its pages to the store."""
     reserved_tokens: int = 512

@@ -34,15 +34,15 @@ class HeavyTokens:
 
     def __init__(
         self,
-        config: SparsityConfig,
+        sparsity: SparsityConfig,
         model_config: ModelConfig,
         device: torch.device,
         plain: PlainPages | None,
     ) -> None:
-        channels = read_channels(config, model_config)
+        channels = read_channels(sparsity, model_config)
         self._channels = [torch.tensor(each, device=device) for each in channels]
-        self._count = config.tokens
-        self._threshold = max(config.threshold, config.tokens + 1)
+        self._count = sparsity.tokens
+        self._threshold = max(sparsity.threshold, sparsity.tokens + 1)
         self._plain = plain
 
     def rows_of(self, geometry: StepGeometry) -> list[tuple[int, int, int]]:
@@ -65,7 +65,7 @@ class HeavyTokens:
     ) -> Tensor:
         """Attention of one token.
 
-        q: [heads, head_dim]; pages: of keys and of values, those of the row in order;
+        q: [heads, head_dim]; pages: the keys and the values of the row, in order;
         sinks: [heads] fp32. returns: [heads, head_dim], fp32.
         """
         plain = pages if self._plain is None else self._plain(*pages)

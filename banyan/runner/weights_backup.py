@@ -1,5 +1,5 @@
 """WeightsBackup: keeps the weights of a device in host memory while their memory is released
-(--enable-weights-cpu-backup).
+(--enable-weights-cpu-backup). Weights of a CPU lie there already and stay.
 """
 
 import gc

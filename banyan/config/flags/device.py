@@ -167,11 +167,10 @@ FLAGS = (
     Flag(
         "enable-weights-cpu-backup",
         "device.weights_backup",
-        "with --enable-memory-saver: released weights of a device stay in host memory, so resuming "
-        "reads no files",
+        "with --enable-memory-saver: released weights stay in host memory, so resuming reads no "
+        "files; on a CPU they are never released",
         kind=SWITCH,
-        proof="tests/ascend/emulation/test_memory_saver.py"
-        "::test_weights_with_a_backup_come_back_without_their_files",
+        proof="tests/system/test_flag_effects.py::test_kept_weights_are_resumed_without_their_files",
     ),
     Flag(
         "threads",
@@ -246,7 +245,7 @@ FLAGS = (
     Flag(
         "nccl-port",
         "parallel.port",
-        "port where the ranks of one machine meet, further replicas at the following ones (NPU); "
+        "port where the ranks of one machine meet, further replicas at the following ones; "
         "default: they meet at a file",
         kind=INT,
         low=0,
@@ -391,28 +390,29 @@ FLAGS = (
     Flag(
         "cuda-graph-bs",
         "device.shapes",
-        "batch sizes of decode steps to capture (CUDA, NPU); default: the device's own",
+        "batch sizes of decode steps to capture; on a CPU, steps up to the largest are replayed; "
+        "default: the device's own, on a CPU all",
         kind=INTS,
         aliases=("cuda-graph-bs-decode",),
         low=1,
         high=4096,
-        proof="tests/config/test_defaults.py::test_the_shapes_to_capture_are_those_that_are_named",
+        proof="tests/system/test_flag_effects.py::test_decode_steps_of_the_named_sizes_are_replayed",
     ),
     Flag(
         "cuda-graph-max-bs",
         "device.largest_shape",
-        "largest batch size of a decode step to capture; default: the device's own",
+        "largest batch size of a decode step to capture; default: the device's own, on a CPU all",
         kind=INT,
         aliases=("cuda-graph-max-bs-decode",),
         low=1,
         high=4096,
-        proof="tests/config/test_defaults.py::test_the_shapes_to_capture_are_those_that_are_named",
+        proof="tests/system/test_flag_effects.py::test_decode_steps_of_the_named_sizes_are_replayed",
     ),
     Flag(
         "disable-cuda-graph-padding",
         "device.is_unpadded",
         "run decode steps eagerly if no captured batch size matches exactly, instead of padding to "
-        "the next one (CUDA, NPU)",
+        "the next one; on a CPU with --cuda-graph-bs",
         kind=SWITCH,
         proof="tests/ascend/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
     ),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.flags.flag import SWITCH
 from banyan.config.flags.table import GROUPS
@@ -160,6 +161,16 @@ _RULES = (
         "ds-sparse-decode-threshold",
         lambda c: not c.sparsity.is_enabled,
         "attention is dense without --enable-double-sparsity",
+    ),
+    _Ignored(
+        "mooncake-ib-device",
+        lambda c: "mooncake" not in (c.cache.store, c.handoff.role and c.handoff.transfer),
+        "neither the store nor the transfers are Mooncake's",
+    ),
+    _Ignored(
+        "disable-cuda-graph-padding",
+        lambda c: facts_of(c).is_host and not c.device.shapes,
+        "no step is padded here; with --cuda-graph-bs only steps of these sizes are replayed",
     ),
     _Ignored(
         "offload-num-in-group",

@@ -135,6 +135,7 @@ SCHEDULE = {
     "schedule_low_priority_values_first": True,
     "priority_scheduling_preemption_threshold": 5,
     "schedule_conservativeness": 0.8,
+    "scheduler_recv_interval": 2,
     "disable_overlap_schedule": True,
     "page_size": 256,
     "kv_cache_dtype": "bf16",
@@ -332,7 +333,10 @@ ELSEWHERE = {
     "disaggregation-transfer-backend": "test_handoff.py",
     "speculative-draft-model-path": "test_drafts.py",
     "lora-paths": "test_adapters.py",
-    "disaggregation-ib-device": "tests/kv_transfer; the fabric of NPUs names no device",
+    **dict.fromkeys(
+        ("disaggregation-ib-device", "mooncake-ib-device"),
+        "tests/disaggregation; the fabric of NPUs names no device",
+    ),
     **dict.fromkeys(
         ("revision", "download-dir", "delete-ckpt-after-loading"),
         "tests/hub; the hub knows no device",
