@@ -197,21 +197,24 @@ def _turn(item: pytest.Item) -> tuple[bool, int]:
     return name.startswith("ascend/emulation/"), place
 
 
-def _set_aside() -> None:
-    """Exclude what lives now from garbage collection. An engine that ends collects garbage, and the
-    thousands of tests and all modules would be walked each time."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_collection_finish() -> None:
-    _set_aside()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Exclude the tests and all modules from garbage collection. An engine that ends collects
+    garbage, and to walk them takes two seconds each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)  # behind the fixtures of the file
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Exclude the modules that a file has imported, too."""
     if nextitem is None or nextitem.path != item.path:
-        _set_aside()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose items

@@ -110,15 +110,15 @@ class Play:
         self.now += 0.01
         getattr(self, f"_{kind}")(Random(number))
         self._hear(self.core.take_events())
-        self.runner.look(self.core.take_lookups())
+        self.runner.look(self.core.scheduler.store_fetcher.take_lookups())
         if self.world.core.role:
-            self.runner.peer.execute(self.core.take_transfer_ops())
+            self.runner.peer.execute(self.core.scheduler.take_transfer_ops())
         self.core.check()
         self._progress()
 
     def finish(self) -> None:
         """Let everything run to its end; nothing may be left over."""
-        for round_ in range(20_000):
+        for round_ in range(6_000):  # most worlds need fewer than 1,000
             if self.core.released and len(self.replies) == len(self.given):
                 self._give(ResumeMemory(list(self.core.released)))
             if self.core.is_idle and self.runner.is_quiet and not self.core.released:
@@ -342,7 +342,7 @@ class Play:
                 return
             plan = self.core.launch(self.now)
         events = self.core.take_events()
-        rooms = self.core.take_transfer_ops()
+        rooms = self.core.scheduler.take_transfer_ops()
         if rooms:
             self.runner.peer.execute(rooms)
         stuck = plan is None and not events and not rooms

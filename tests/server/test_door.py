@@ -249,6 +249,79 @@ def test_a_body_above_the_limit_is_413_however_it_comes(locked: Site) -> None:
     assert headed(locked, POST + b"Transfer-Encoding: chunked\r\n", chunk * 2) == b"413"
 
 
+ENDING = POST + b"Connection: close\r\n"
+BIG = b" " * (8 << 20)
+
+
+def sent_whole(site: Site, head: bytes, body: bytes) -> list[bytes]:
+    """Everything that comes back to a client that reads only when it has sent its whole request."""
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as raw:
+        raw.sendall(head + b"\r\n" + body)
+        return list(iter(lambda: raw.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        (ENDING + b"Content-Length: %d\r\n" % len(BIG), BIG, b"413"),
+        (
+            ENDING + b"Transfer-Encoding: chunked\r\n",
+            b"%x\r\n%b\r\n0\r\n\r\n" % (len(BIG), BIG),
+            b"413",
+        ),
+        (ENDING + b"Transfer-Encoding: chunked\r\n", b"none\r\n" + BIG, b"400"),
+        (ENDING.replace(KEY.encode(), b"?") + b"Content-Length: %d\r\n" % len(BIG), BIG, b"401"),
+        (
+            ENDING.replace(b"/generate", b"/nowhere") + b"Content-Length: %d\r\n" % len(BIG),
+            BIG,
+            b"404",
+        ),
+        (POST + b"x: ", b"y" * len(BIG), b"431"),
+    ],
+    ids=["length", "chunked", "malformed", "no key", "no route", "header"],
+)
+def test_a_client_that_sends_everything_first_reads_why_it_is_refused(
+    locked: Site, head: bytes, body: bytes, status: bytes
+) -> None:
+    assert b"".join(sent_whole(locked, head, body)).split()[1] == status
+
+
+def test_a_connection_goes_on_behind_a_body_that_was_refused(locked: Site) -> None:
+    too_large = POST + b"Content-Length: %d\r\n" % len(BIG)
+    next_one = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    found = b"".join(sent_whole(locked, too_large, BIG + next_one))
+    assert found.count(b"HTTP/1.1 ") == 2 and found.split()[1] == b"413"
+    assert found.split(b"HTTP/1.1 ")[2].startswith(b"200")
+
+
+def test_nothing_behind_the_last_request_of_a_connection_is_answered(locked: Site) -> None:
+    head = ENDING + b"Content-Length: %d\r\n" % len(BIG)
+    found = b"".join(
+        sent_whole(locked, head, BIG + b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    )
+    assert found.count(b"HTTP/1.1 ") == 1 and found.split()[1] == b"413"
+
+
+@pytest.mark.parametrize("head", [POST, ENDING], ids=["kept", "ending"])
+@pytest.mark.parametrize("bound", [{"MAX_DRAINED_BYTES": 1 << 20}, {"DRAIN_S": 0.05}], ids=str)
+def test_a_body_is_dropped_within_bounds(
+    locked: Site, monkeypatch: pytest.MonkeyPatch, head: bytes, bound: dict[str, float]
+) -> None:
+    for name, value in bound.items():
+        monkeypatch.setattr(listen, name, value)
+    start = head + b"Content-Length: %d\r\n\r\n" % (1 << 40)
+    assert closed_after(locked, start, BIG, 1 << 40)
+
+
+def test_a_client_that_stops_sending_its_refused_body_is_not_waited_for(
+    locked: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "DRAIN_S", 0.05)
+    for head in (POST, ENDING):
+        found = b"".join(sent_whole(locked, head + b"Content-Length: 9999\r\n", b" "))
+        assert found.split()[1] == b"413"
+
+
 def test_bodies_that_come_at_the_same_time_share_a_room() -> None:
     most = 4096
     part = b" " * (most - 96)
