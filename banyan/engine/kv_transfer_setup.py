@@ -36,8 +36,8 @@ from banyan.layers.build import Build
 from banyan.layers.cache_spec import PageGroup
 from banyan.messages.control_ops import AttachStore, ControlOp, DetachStore
 from banyan.model_config.draft_model import draft_of
-from banyan.model_config.kv_scales import read_kv_scales
 from banyan.model_config.model_config import STATE, ModelConfig
+from banyan.model_config.quantization import read_kv_scales
 from banyan.ops.bind import ON_LATENTS, ON_PAGES, PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
 from banyan.ops.cpu.paged_attention import parts_of_head

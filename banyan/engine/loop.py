@@ -317,26 +317,27 @@ class EngineLoop:
         if self._link.poll_fd() in readable:
             for message in self._link.receive():
                 self._receive(message, events, now)
-        if self._grammar_queue is not None:
+        if self._grammar_queue is not None and self._grammar_queue.waiting:
             self._grammar_queue.release(lambda generate: self._admit(generate, now))
         self._marks.end("receive")
         self._collect(events)
         if self._mover is not None:
             for ended in self._mover.ended():
                 self._core.receive(ended, now)
-            self._mover.look(self._core.take_lookups())
-            self._mover.execute(self._core.take_transfer_ops())
+            self._mover.look(self._core.scheduler.store_fetcher.take_lookups())
+            self._mover.execute(self._core.scheduler.take_transfer_ops())
         if self._balancer is not None and (orders := self._balancer.due()):
             self._core.receive(RunControlOps(NO_CALL, orders), now)
-        if self._publisher is not None:
-            self._publisher.publish(self._core.take_cache_events())
+        if self._publisher is not None and self._core.scheduler.cache.events is not None:
+            self._publisher.publish(self._core.scheduler.cache.events.take())
         self._marks.end("commit")
         self._launch()
         if self._mover is not None:
-            self._mover.execute(self._core.take_transfer_ops())
+            self._mover.execute(self._core.scheduler.take_transfer_ops())
         self._marks.end("plan")
         events += self._core.take_events()
-        self._contents.drop(self._core.scheduler.contents.take_dropped())
+        if self._core.scheduler.contents.dropped:
+            self._contents.drop(self._core.scheduler.contents.take_dropped())
         self._deliver(self._core.take_masks())
         self._beat(events)
         events = self._outbox.filter(events, now) + self._outbox.early(self._early_tokens())
@@ -349,7 +350,9 @@ class EngineLoop:
                 self._on_rest()
 
     def _receive(self, message: Message, events: list[Event], now: float) -> None:
-        if self._grammar_queue is not None and self._grammar_queue.holds(message, events):
+        grammars = self._grammar_queue
+        is_for_it = grammars is not None and (grammars.waiting or _has_grammar(message))
+        if grammars is not None and is_for_it and grammars.holds(message, events):
             return
         if isinstance(message, Control):
             reply = answer(self._core, message, now)
@@ -441,7 +444,8 @@ class EngineLoop:
 
     def _queues(self) -> str:
         """Queue lengths as of the latest heartbeat; from any thread."""
-        s, waiting = self._stats, len(self._grammar_queue) if self._grammar_queue is not None else 0
+        s, grammars = self._stats, self._grammar_queue
+        waiting = 0 if grammars is None else len(grammars.waiting)
         return (
             f"running={s.running} waiting={s.waiting} waiting_for_grammars={waiting} "
             f"free_pages={s.free_pages} held_pages={s.held_pages} total_pages={s.total_pages}"
@@ -516,6 +520,10 @@ class EngineLoop:
             if to_plan > 0:
                 wait_s = min(wait_s, to_plan)
         return int(wait_s * 1000) + (wait_s > 0)
+
+
+def _has_grammar(message: Message) -> bool:
+    return isinstance(message, Generate) and bool(message.grammar)
 
 
 def _check_rows(result: StepResult) -> None:

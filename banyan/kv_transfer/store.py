@@ -1,5 +1,5 @@
-"""Store: KV pages outside the process that computed them, by name. One protocol, one table, and
-the identity that pages of one model share.
+"""Store: KV pages outside the process that computed them, by name. One protocol, one table, the
+identity that pages of one model share, and the checksum that stores keep with each page.
 
 `identity` hashes everything except the tokens that determines a page's bytes. Weights are hashed
 completely, because two files of the same size may differ in one row. That takes about one second
@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from functools import lru_cache
+from hashlib import blake2b, shake_128
 from pathlib import Path
 from typing import Protocol, cast
+
+import numpy as np
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.table import Table, load_named
@@ -188,3 +191,39 @@ def _hash(file: Path) -> tuple[int, tuple[bytes, ...]]:
         threads = min(_MOST_THREADS, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, "weights-digest") as pool:
             return size, tuple(pool.map(piece, range(0, size, _PIECE_BYTES)))
+
+
+SUM_BYTES = 16
+_WORD = 4
+
+
+def checksum(head: bytes, payload: bytes | memoryview | np.ndarray) -> bytes:
+    """Checksum of a page under its name, SUM_BYTES long.
+
+    It detects errors of memory, disks and networks. A cryptographic hash of a page would cost as
+    much as copying it five times. This is a multilinear hash (Lemire and Kaser, "Strongly
+    universal string hashing is fast", 2014): the sum of all 32-bit words, each times a random odd
+    64-bit number, modulo 2^64. A change in one word is always detected; any other change is missed
+    with probability 2^-32.
+
+    Args:
+        head: name of the page; all of it is hashed.
+    """
+    content = np.frombuffer(payload, np.uint8)
+    whole = len(content) // _WORD * _WORD
+    words = content[:whole].view(np.uint32)
+    total = int(np.einsum("i,i->", words, _factors(len(words)))) if len(words) else 0
+    made = blake2b(head, digest_size=SUM_BYTES)
+    made.update(len(content).to_bytes(8, "little") + (total & _MASK).to_bytes(8, "little"))
+    made.update(content[whole:].tobytes())
+    return made.digest()
+
+
+_MASK = (1 << 64) - 1
+
+
+@lru_cache(maxsize=8)  # one size of page for each cache group
+def _factors(count: int) -> np.ndarray:
+    """[count] odd uint64; the same in every process."""
+    drawn = np.frombuffer(shake_128(b"banyan page checksum").digest(8 * count), "<u8")
+    return drawn | np.uint64(1)

@@ -3,8 +3,11 @@
 from typing import cast
 
 from banyan.base.log import logger
-from banyan.context_parallel.forward import ContextParallelForward, GatheredAttention
-from banyan.context_parallel.split import share_capacity
+from banyan.context_parallel.forward import (
+    ContextParallelForward,
+    GatheredAttention,
+    share_capacity,
+)
 from banyan.layers.build import Build
 from banyan.layers.latent_attention import index_shape
 from banyan.models.base import Model

@@ -10,12 +10,11 @@ from banyan.dp_attention.batch import DPAttentionBatch
 from banyan.messages.plan import HIDDEN, SCORE
 from banyan.ops.api import OpTime, Recorder
 from banyan.ops.sampling import SampleRows
-from banyan.runner.batch import Batch
+from banyan.runner.batch import Batch, is_sampled_plainly
 from banyan.runner.forward import (
     EagerForward,
     ForwardContext,
     as_agreed,
-    is_sampled_plainly,
     places_among,
     shared_sizes,
 )
@@ -115,7 +114,7 @@ class RecordedForward:
             self._run(num_tokens, num_rows, 0, 0, 0)
             return
         # Scores of prompt tokens use the same memory first; then logits are computed afterwards.
-        all_tokens, all_outputs = shared_sizes(self._all)
+        all_tokens, all_outputs = (0, 0) if self._all is None else shared_sizes(self._all)
         is_scored = bool(batch.wanted & SCORE)
         is_late = not all_outputs if self._shares_head else is_scored
         count = self._num_ready = 0 if is_late else len(batch.last)
@@ -237,7 +236,7 @@ class RecordedForward:
         self._chosen[:count] = tokens
         self._inputs.choose(tokens)
         self._entered[:count] = _NOWHERE
-        all_outputs = shared_sizes(self._all)[1]
+        all_outputs = 0 if self._all is None else shared_sizes(self._all)[1]
         # No tokens: the logits come from the hidden states of the last run.
         self._step.run(0, 0, count, 0, all_outputs)
         return self._step.result[:wanted]

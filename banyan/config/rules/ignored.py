@@ -8,7 +8,7 @@ from banyan.config.flags.flag import SWITCH
 from banyan.config.flags.table import GROUPS
 from banyan.config.schema import Config
 from banyan.hub.sources import kind_of
-from banyan.model_config.kv_scales import FLOAT8
+from banyan.model_config.quantization import FLOAT8
 from banyan.moe.rules import FUSED, LIMIT
 
 _KEPT = ("local", "demo", "pypi")
