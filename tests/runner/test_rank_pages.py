@@ -233,14 +233,12 @@ def test_a_rank_that_answered_too_late_is_not_asked_again(is_afar: bool, tmp_pat
 def test_a_rank_of_another_machine_that_is_lost_is_not_waited_for() -> None:
     lost = list[bool]()
     door = RemoteRankAccess("127.0.0.1", lambda: bool(lost))
-    stores = [shared(layer(0, 2)), slowed(shared(layer(0, 2, first=2)), {2: 3.0})]
+    stores = [shared(layer(0, 2)), slowed(shared(layer(0, 2, first=2)), {2: 30.0})]
     publish_pages_remotely(stores[1], door.address)
     pages = RankPages(stores[0], [door], True, 60.0)
     threading.Timer(0.2, lost.append, (True,)).start()
-    began = time.monotonic()
     with pytest.raises(OSError, match="another rank of this server has gone"):
         pages.take(0, 2)
-    assert time.monotonic() - began < 3.0
 
 
 def test_who_lacks_the_key_is_refused() -> None:
