@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -47,12 +48,14 @@ from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.models.base import Model
 from banyan.moe.routing_record import returned_experts
 from banyan.ops.api import OpTime
+from banyan.ops.bind import BoundOps
 from banyan.ops.host_memory import copy_to
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
-from banyan.runner.attention import BACKENDS
+from banyan.runner.attention import BACKENDS, AttentionBackend
 from banyan.runner.batch import Batch, histories
 from banyan.runner.choose_forward import open_forward
+from banyan.runner.double_sparsity import DoubleSparsityBackend, HeavyTokens, PlainPages
 from banyan.runner.draft_trees import Compaction, branches_of
 from banyan.runner.features import Features, SpanTable, form_of
 from banyan.runner.forward import Forward
@@ -210,8 +213,7 @@ class ModelRunner:
         if not opens:
             return
         model_config = self._model_config
-        default = "encoder" if model_config.is_encoder else "paged"
-        attention = BACKENDS.load(self._config.attention or default)(self._build.ops, self.store)
+        attention = self._open_attention()
         with self.platform.stream():
             self._opened = open_forward(
                 model=model,
@@ -226,6 +228,15 @@ class ModelRunner:
         self._pooler = None
         if model_config.pooling is not None:
             self._pooler = Pooler(model_config.pooling, model, self._table.adapters)
+
+    def _open_attention(self) -> AttentionBackend:
+        sparsity, build, model_config = self._config.sparsity, self._build, self._model_config
+        if sparsity.is_enabled:
+            plain = cast(BoundOps, build.ops).plain_pages("paged_attention")
+            tokens = HeavyTokens(sparsity, model_config, build.device, cast(PlainPages, plain))
+            return DoubleSparsityBackend(build.ops, self.store, tokens)
+        default = "encoder" if model_config.is_encoder else "paged"
+        return BACKENDS.load(self._config.attention or default)(build.ops, self.store)
 
     def drop_model(self, keeps_weights: bool = False) -> None:
         """Free the model, or only the graphs that run it; no rows can run until `take_model`."""
