@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A busy machine slows examples down; none is asserted to be quick.
 settings.register_profile("banyan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("banyan")
+
+
+def pytest_configure() -> None:
+    """Ctrl-C counts in the processes that tests start, also where a shell runs the tests in the
+    background and has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -197,21 +205,24 @@ def _turn(item: pytest.Item) -> tuple[bool, int]:
     return name.startswith("ascend/emulation/"), place
 
 
-def _set_aside() -> None:
-    """Exclude what lives now from garbage collection. An engine that ends collects garbage, and the
-    thousands of tests and all modules would be walked each time."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_collection_finish() -> None:
-    _set_aside()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Exclude the tests and all modules from garbage collection. An engine that ends collects
+    garbage, and to walk them takes two seconds each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)  # behind the fixtures of the file
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Exclude the modules that a file has imported, too."""
     if nextitem is None or nextitem.path != item.path:
-        _set_aside()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose items

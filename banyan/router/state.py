@@ -11,6 +11,7 @@ from banyan.base.errors import RequestError
 from banyan.base.fair_share import CALLER, FairShare, Turns
 from banyan.config.schema import Config
 from banyan.router.config import LimitConfig, RouterConfig
+from banyan.router.models import ModelServers
 from banyan.router.worker import Worker
 from banyan.router.worker_pool import WorkerPool
 from banyan.server.errors import RETRY_AFTER_S
@@ -126,6 +127,8 @@ class RouterState:
     admission: AdmissionLimiter
     metrics: RouterMetrics | None = None
     """None if metrics are off."""
+    models: ModelServers | None = None
+    """The models whose servers this router starts; None if it does not."""
     draining: bool = False
     started_s: float = field(default_factory=time.monotonic)
     config: Config = field(init=False)
@@ -163,5 +166,5 @@ class RouterState:
         """Why no request can be taken, as far as the caller may know; "" if one can."""
         if self.draining:
             return "the router is shutting down"
-        trouble = self.pool.trouble()
+        trouble = "" if self.models is not None else self.pool.trouble()
         return trouble if not trouble or self.sees_workers(exchange) else "no worker can be asked"

@@ -108,7 +108,6 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "--enable-triton-kernel-moe --moe-runner-backend cutlass",
         "--enable-triton-kernel-moe and --moe-runner-backend disagree",
     ),
-    "two models": ("one two", "'two'"),
     "a feature that is absent": ("--encoder-only", "--encoder-only", "encoder servers"),
     "several that are absent": (
         "--encoder-only --enable-http2",

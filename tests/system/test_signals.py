@@ -42,11 +42,13 @@ def named(*words: str) -> tuple[str, ...]:
 def test_sigquit_calls_the_function_that_was_named(server: StartServer, own_code: Path) -> None:
     with server(*named("--custom-sigquit-handler", "mine:heard")) as running:
         running.signal(signal.SIGQUIT)
+        called = lambda: own_code.exists() and own_code.read_text()  # noqa: E731
         wait_until(
-            lambda: own_code.exists() or running.process.poll() is not None,
-            *(20, "the function to be called"),
+            lambda: bool(called()) or running.process.poll() is not None,
+            deadline_s=60.0,
+            what="the function to be called",
         )
-        assert own_code.read_text().split() == [str(int(signal.SIGQUIT))]
+        assert called().split() == [str(int(signal.SIGQUIT))]
         assert running.generate(**ASKED)["output_ids"], "a handler that fails ends nothing"
 
 
