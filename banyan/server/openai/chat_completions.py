@@ -59,7 +59,7 @@ class ChatChoice:
         self._thinking.add(chunk.tokens, self._parser.has_answered)
         if chunk.finish is not None:
             parts += self._parser.finish(_is_cut(chunk.finish))
-        return self.custom.joined(parts, chunk.finish is not None)
+        return self.custom.merged(parts, chunk.finish is not None)
 
     @property
     def reasoning_tokens(self) -> int:

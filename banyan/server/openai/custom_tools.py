@@ -107,7 +107,7 @@ class CustomCalls:
         self.indices: set[int] = set()
         """Calls of custom tools so far."""
 
-    def joined(self, parts: Sequence[AnswerDelta], is_last: bool) -> list[AnswerDelta]:
+    def merged(self, parts: Sequence[AnswerDelta], is_last: bool) -> list[AnswerDelta]:
         if not self._names:
             return list(parts)
         found: list[AnswerDelta] = []
