@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from banyan.base.ids import RequestId
+from banyan.engine_client.metrics_observer import RequestOutcome
 from banyan.messages.events import LiveRequest, Reply
+from banyan.requests.generation import Usage
 from banyan.server.console import POLICY, VENDOR, files, shell
 from tests.server.fakes import Site
 from tests.support.flags import config_of
@@ -236,6 +238,34 @@ def test_a_key_sees_its_own_requests_and_the_administrator_all() -> None:
 
         assert seen("one") == ["a"] and seen("two") == ["b"] and seen("root") == ["a", "b"]
         assert site.http.get("/requests").status_code == 401
+
+
+def test_ended_requests_are_those_of_the_caller() -> None:
+    server = config_of("--api-key", "one two", "--admin-api-key", "root").server
+    with Site(server).serving() as site:
+        site.client.reply = told()
+        for key in ("one", "two"):
+            headers = {"authorization": f"Bearer {key}"}
+            site.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+            spec = site.generator.asked[-1]
+            site.state.ended.ended(RequestOutcome(spec, Usage(1, 2), "stop", 2.0, 1.0))
+
+        def seen(key: str) -> int:
+            answer = site.http.get(
+                "/requests?ended=true", headers={"authorization": f"Bearer {key}"}
+            )
+            return len(answer.json()["ended"])
+
+        assert seen("one") == seen("two") == 1 and seen("root") == 2
+        plain = site.http.get("/requests", headers={"authorization": "Bearer one"})
+        assert "ended" not in plain.json()
+
+
+def test_the_load_of_the_last_hour_is_given_when_asked_for(site: Site, http: httpx.Client) -> None:
+    site.state.history.sample(site.client.replicas(), 5.0)
+    found = http.get("/v1/loads?include=core,history").json()["history"]
+    assert found[-1]["at"] == 5.0 and found[-1]["running"] == 2 and found[-1]["used"] == 64
+    assert "history" not in http.get("/v1/loads").json()
 
 
 def test_without_a_key_strangers_may_not_list_requests(site: Site, http: httpx.Client) -> None:

@@ -38,8 +38,9 @@ _SHELL = "index.html"
 _MARK = "<!-- without scripts -->"
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 """Allows scripts and requests of this server only; only what DOMPurify sanitized becomes markup."""

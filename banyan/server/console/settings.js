@@ -11,15 +11,16 @@ export async function show(place, signal) {
   const body = h("div");
   const words = h("input", { type: "search", placeholder: "page-size", oninput: () => draw() });
   const only = h("input", { type: "checkbox", onchange: () => draw() });
-  const told = h("p", { class: "soft", role: "status" });
+  const number = h("p", { class: "soft", role: "status" });
   let rows = [];
   const draw = () => {
     const wanted = words.value.trim().toLowerCase();
     const some = rows.filter(([name, value, origin]) =>
       (!only.checked || origin !== DEFAULT)
       && `${name} ${value} ${origin}`.toLowerCase().includes(wanted));
-    told.textContent = `${some.length} of ${rows.length} settings.`;
-    body.replaceChildren(table("Settings", ["Setting", "Value", "Set by"], some.map(cells)));
+    number.textContent = `${some.length} of ${rows.length} settings.`;
+    body.replaceChildren(table("Settings", ["Setting", "Value", "Set by"], some.map(cells),
+      { class: "settings" }));
   };
   place.append(h("h1", {}, title),
     h("p", {}, "The configuration that this server has come to, as ", h("code", {}, "banyan config"),
@@ -27,7 +28,7 @@ export async function show(place, signal) {
     h("form", { class: "finding", onsubmit: (event) => event.preventDefault() },
       field("Find", words),
       h("label", { class: "check" }, only, "Only what differs from the defaults")),
-    told, body);
+    number, body);
   try {
     rows = rowsOf(await ask("server_info", { signal }));
     draw();
