@@ -22,10 +22,10 @@ from banyan.engine.model_loader import OpenModel, groups_of
 from banyan.formats.shards import files_of_weights
 from banyan.kv_cache.hierarchical_cache import can_be_stored
 from banyan.kv_cache.sizing import CacheGroup
-from banyan.kv_transfer.host_tier import HostTier
 from banyan.kv_transfer.page_mover import Mover, PageMover, PairMover
 from banyan.kv_transfer.store import (
     STORES,
+    HostTier,
     Store,
     StoreOptions,
     digest_of_code,
@@ -275,6 +275,8 @@ def open_store(served: ServedReplica, mover: Mover, name: str, rest: dict[str, o
     """
     _check_the_pages(served, f"--hicache-storage-backend {name}")
     open_ = STORES.load(name)
+    if name == "mooncake" and (devices := served.config.handoff.mooncake_devices):
+        rest = {"protocol": "rdma", "device_name": devices, **rest}
     facts = (
         served.model_facts(),
         served.code_facts(),

@@ -95,7 +95,9 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
         recorder = None
     try:
         if recorder is not None and config.max_tokens:
-            return RecordedForward(context, eager, step, recorder)
+            return RecordedForward(
+                context, eager, step, recorder, config.shapes, config.is_unpadded
+            )
     except NotRecordable as error:
         log.info("steps are not recorded: %s", error)
     has_graphs = platform.traits.programs == BY_SHAPE and bool(config.shapes)

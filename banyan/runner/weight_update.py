@@ -206,7 +206,7 @@ class LoadedWeights:
         keeps_backup: bool = False,
     ) -> None:
         self._offload = offload
-        self._keeps_backup = keeps_backup and not runner.platform.traits.is_host
+        self._keeps_backup = keeps_backup
         self._backup: WeightsBackup | None = None
         self._config = config
         self._model_config = model_config
