@@ -19,11 +19,13 @@ from banyan.kv_cache.hierarchical_cache import StoreRules
 from banyan.kv_cache.sizing import MIB, CacheGroup, MemoryPlan
 from banyan.lora.adapter_files import named_adapters
 from banyan.lora.scheduling import AdapterRules, Adapters, FirstAdapter
+from banyan.messages.spans import ContentKind
+from banyan.model_config.media import SoundTowerConfig, TowerConfig
 from banyan.model_config.model_config import FULL, ModelConfig
 from banyan.scheduler.budget import Growth, Priorities, SchedulerLimits
 from banyan.scheduler.schedule_policy import SCHEDULE_POLICIES
 from banyan.scheduler.scheduler import Scheduler
-from banyan.scheduler.spans import ContentLimits
+from banyan.scheduler.spans import ContentLimits, TowerWork
 
 _GIB = 1 << 30
 _LEAST_FOR_ADAPTERS = 64 << 20
@@ -158,20 +160,39 @@ def content_limits(model_config: ModelConfig, max_request_tokens: int) -> Conten
     media = model_config.media
     if media is None:
         return ContentLimits(pool_rows=max_request_tokens)
-    tower = media.tower
-    matrices = 3 if tower.mlp == "gated" else 2
-    seen = 1.0
-    if tower.window:  # other blocks see a window, which costs little
-        seen = len(tower.full_blocks) / tower.blocks
+    towers = [] if media.tower is None else [_patch_work(media.tower)]
+    if media.sound is not None:
+        towers.append(_mel_work(media.sound.tower))
     layers = range(model_config.num_layers)
     heads = sum(model_config.heads_of(layer) for layer in layers) * model_config.head_dim
     inner = sum(model_config.inner_of(layer) for layer in layers)
     return ContentLimits(
         pool_rows=max(_TOWER_ROWS, max_request_tokens),
-        blocks=tower.blocks,
+        towers=tuple(towers),
+        token_work=model_config.hidden_size * (3 * heads + 3 * inner),
+    )
+
+
+def _patch_work(tower: TowerConfig) -> TowerWork:
+    matrices = 3 if tower.mlp == "gated" else 2
+    seen = 1.0
+    if tower.window:  # other blocks see a window, which costs little
+        seen = len(tower.full_blocks) / tower.blocks
+    return TowerWork(
+        ContentKind.PATCHES,
+        tower.blocks,
         patch_work=tower.width * (4 * tower.width + matrices * tower.inner),
         pair_work=int(2 * tower.width * seen),
-        token_work=model_config.hidden_size * (3 * heads + 3 * inner),
+    )
+
+
+def _mel_work(tower: SoundTowerConfig) -> TowerWork:
+    """Two mel frames become one state."""
+    return TowerWork(
+        ContentKind.MEL,
+        tower.blocks,
+        patch_work=tower.width * (4 * tower.width + 2 * tower.inner) // 2,
+        pair_work=2 * tower.width // 4,
     )
 
 

@@ -46,6 +46,7 @@ class NestedForm:
         values: fields of the configuration that this class fixes.
         may_turn_stacks: stacks of experts may have their inputs first, [experts, in, out].
         tower: names of the tower's weights, without "model." in front.
+        sound: the same of the sound tower.
     """
 
     towers: tuple[str, ...]
@@ -55,6 +56,7 @@ class NestedForm:
     values: Mapping[str, object] = field(default_factory=dict[str, object])
     may_turn_stacks: bool = False
     tower: NameMap | None = None
+    sound: NameMap | None = None
 
     def text_name(self, name: str) -> str | None:
         """The name that a weight has in a checkpoint of the text model; None = it is left out."""
@@ -239,6 +241,25 @@ _INTERNVL_TOWER = NameMap(
     }
 )
 
+_SOUND_BLOCK = "audio_tower.layers.{}."
+_SOUND_TOWER = NameMap(
+    {
+        **_PROJECTOR,
+        "multi_modal_projector.linear": "merger.linear",
+        "audio_tower.conv1": "conv_1",
+        "audio_tower.conv2": "conv_2",
+        "audio_tower.embed_positions": "positions",
+        "audio_tower.layer_norm": "last_norm",
+        f"{_SOUND_BLOCK}self_attn_layer_norm": "layers.{}.attention_norm",
+        f"{_SOUND_BLOCK}final_layer_norm": "layers.{}.mlp_norm",
+        f"{_SOUND_BLOCK}self_attn.q_proj": "layers.{}.attention.q",
+        f"{_SOUND_BLOCK}self_attn.k_proj": "layers.{}.attention.k",
+        f"{_SOUND_BLOCK}self_attn.v_proj": "layers.{}.attention.v",
+        f"{_SOUND_BLOCK}self_attn.out_proj": "layers.{}.attention.out",
+        f"{_SOUND_BLOCK}fc1": "layers.{}.mlp.up",
+        f"{_SOUND_BLOCK}fc2": "layers.{}.mlp.down",
+    }
+)
 
 NESTED: Mapping[str, NestedForm] = {
     "Qwen2VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM", tower=_QWEN_TOWER),
@@ -270,8 +291,10 @@ NESTED: Mapping[str, NestedForm] = {
     "LightOnOcrForConditionalGeneration": NestedForm(
         ("vision_encoder.", "vision_projection."), "Qwen3ForCausalLM"
     ),
-    "Qwen2AudioForConditionalGeneration": NestedForm(_SOUND, "Qwen2ForCausalLM"),
-    "VoxtralForConditionalGeneration": NestedForm(_SOUND, "LlamaForCausalLM"),
+    "Qwen2AudioForConditionalGeneration": NestedForm(
+        _SOUND, "Qwen2ForCausalLM", sound=_SOUND_TOWER
+    ),
+    "VoxtralForConditionalGeneration": NestedForm(_SOUND, "LlamaForCausalLM", sound=_SOUND_TOWER),
     "InternVLForConditionalGeneration": NestedForm(_TOWER, tower=_INTERNVL_TOWER),
     "InternVLChatModel": NestedForm(("vision_model.", "mlp1."), key="llm_config"),
     "SmolVLMForConditionalGeneration": NestedForm(_IDEFICS, tower=_IDEFICS3_TOWER),

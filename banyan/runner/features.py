@@ -4,8 +4,9 @@
 `SpanTable` says which places in each slot take them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from banyan.base.log import logger
 from banyan.layers.rotary import AXES, axis_shifts
 from banyan.messages.plan import Join, NewContent, PieceFailure, PlacedSpan, Row, StepPlan
 from banyan.messages.spans import ContentKind
-from banyan.models.base import Model
-from banyan.models.towers.vision import Tower, TowerState
+from banyan.models.base import NO_TOWERS, Model
+from banyan.models.towers.vision import Tower
 from banyan.ops.host_memory import copy_to
 from banyan.parallel.groups import Group
 
@@ -55,9 +56,9 @@ def form_of(model: Model) -> FeatureForm:
     facts, media = model.model_config, model.model_config.media
     return FeatureForm(
         width=facts.hidden_size,
-        deep=0 if media is None else len(media.tower.deep_blocks),
+        deep=0 if media is None else len(media.deep_blocks),
         scale=1 / facts.residual_scale,
-        placeholder=0 if media is None else media.image_token,
+        placeholder=next(iter(media.placeholders), 0) if media is not None else 0,
         axes=media is not None and bool(media.axes),
     )
 
@@ -69,7 +70,7 @@ class Features:
         is_alone: one rank runs the model, so that an exception here leaves no other rank waiting.
 
     Attributes:
-        tower: makes features of contents; None = only clients give features.
+        towers: content kind -> what makes features of it; the client gives others.
     """
 
     def __init__(
@@ -84,11 +85,11 @@ class Features:
         self._has_stages = stages.size > 1
         self.form = form
         self._dtype, self._device = dtype, device
-        self.tower: Tower | None = None
+        self.towers: Mapping[str, Tower] = NO_TOWERS
         self._is_alone = is_alone
         self._given: dict[int, NewContent] = {}
         """Contents that are not features yet."""
-        self._begun: dict[int, TowerState] = {}
+        self._begun: dict[int, Any] = {}
         """What the tower keeps of them between pieces."""
         self._rows: dict[int, Tensor] = {}
 
@@ -138,15 +139,11 @@ class Features:
         if content.kind == ContentKind.FEATURES:
             self._keep(number, content, self._as_given(content))
             return
-        tower = self.tower
-        if tower is None or content.kind != ContentKind.PATCHES:
+        tower = self.towers.get(content.kind)
+        if tower is None:
             raise ContentError(f"this model makes no features of {content.kind}")
         if not first_block:
-            patches = int(np.prod(content.grid))
-            values = torch.frombuffer(bytearray(content.data), dtype=torch.uint8)
-            if not patches or len(values) % patches:
-                raise ContentError(f"{len(values)} bytes are not {patches} patches")
-            self._begun[number] = tower.begin(values.view(patches, -1), content.grid)
+            self._begun[number] = tower.begin(_values(content), content.grid)
         state = self._begun.get(number)
         if state is None:
             raise ContentError(f"block {first_block} has nothing to go on from")
@@ -175,6 +172,21 @@ class Features:
             )
         self._rows[number] = (rows * self.form.scale).to(self._dtype)
         self._given.pop(number, None)
+
+
+def _values(content: NewContent) -> Tensor:
+    """What a tower reads: uint8 [patches, values], or fp32 [windows, bands, frames]."""
+    data = bytearray(content.data)
+    if content.kind == ContentKind.MEL:
+        windows, bands, _ = content.grid
+        values = torch.frombuffer(data, dtype=torch.float16) if len(data) % 2 == 0 else None
+        if values is None or not len(values) or len(values) % (windows * bands):
+            raise ContentError(f"{len(data)} bytes are not {windows} x {bands} bands of frames")
+        return values.view(windows, bands, -1).float()
+    patches = int(np.prod(content.grid))
+    if not patches or len(data) % patches:
+        raise ContentError(f"{len(data)} bytes are not {patches} patches")
+    return torch.frombuffer(data, dtype=torch.uint8).view(patches, -1)
 
 
 class SpanTable:

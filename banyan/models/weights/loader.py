@@ -23,11 +23,14 @@ from banyan.formats.gguf import growths, kept_bytes
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.weight_slot import Layer, WeightSlot
+from banyan.messages.spans import ContentKind
+from banyan.model_config.media import MediaConfig
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.mtp import DraftLM
+from banyan.models.towers.sound import SoundTower
 from banyan.models.towers.vision import VisionTower
 from banyan.models.weights.checkpoint_layouts import (
     with_heads_of_keys,
@@ -178,22 +181,37 @@ def load_tower(
     seed: int = 0,
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
-) -> VisionTower:
-    """Build this rank's part of the tower of a multimodal model and load its weights.
+    kind: str = ContentKind.PATCHES,
+) -> VisionTower | SoundTower:
+    """Build this rank's part of a tower of a multimodal model and load its weights.
 
     Args: as for `load_model`; the model config has a `media`.
+        kind: of the contents that the tower reads.
 
     Raises:
         ModelError: missing, unknown or mis-shaped tensors, unreadable files.
     """
-    tower, names = VisionTower(model_config, build), NESTED[model_config.outer].tower
+    form = NESTED[model_config.outer]
+    tower: VisionTower | SoundTower
+    if kind == ContentKind.MEL:
+        tower, names, others = SoundTower(model_config, build), form.sound, form.tower
+    else:
+        tower, names, others = VisionTower(model_config, build), form.tower, form.sound
     assert names is not None
     if load_format == "dummy":
         fill_dummy(tower, build, seed)
     else:
         tensors = _tower_tensors(model_config, is_mapped, transforms, build.ops)
-        Filling(tower, names).run(tensors)
+        if others is not None:
+            tensors = ((n, t) for n, t in tensors if place_of(n, others) is None)
+        Filling(tower, names).run(_of_blocks(tensors, names, tower.blocks))
     return tower.eval()
+
+
+def tower_kinds(media: MediaConfig) -> list[str]:
+    """Kinds of contents that a model has towers for."""
+    both = {ContentKind.PATCHES: media.tower, ContentKind.MEL: media.sound}
+    return [kind for kind, config in both.items() if config is not None]
 
 
 def _tower_tensors(
@@ -213,19 +231,18 @@ def _tower_tensors(
         tensors = transform(tensors)
     if not isinstance(ops, BoundOps) or E4M3 not in ops.kept_types:
         tensors = with_plain_floats(tensors)
-    return _of_blocks(tensors, model_config)
+    return tensors
 
 
 def _of_blocks(
-    tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig
+    tensors: Iterator[tuple[str, Stored]], names: NameMap, blocks: int
 ) -> Iterator[tuple[str, Stored]]:
     """Without the blocks after the one whose outputs are the features, and with parameters that
     are stored as a batch of one as they are."""
-    names, media = NESTED[model_config.outer].tower, model_config.media
-    assert names is not None and media is not None
     for name, tensor in tensors:
         place = place_of(name, names)
-        if place is not None and block_of(place.module) >= media.tower.blocks:
+        is_block = place is not None and place.module.startswith("layers.")
+        if place is not None and is_block and block_of(place.module) >= blocks:
             continue
         if isinstance(tensor, StoredWeight) and not name.endswith((".weight", ".bias")):
             while tensor.shape[:1] == (1,):
@@ -307,7 +324,7 @@ class Filling:
 
     def __init__(
         self,
-        model: DecoderLM | EncoderLM | DraftLM | VisionTower,
+        model: DecoderLM | EncoderLM | DraftLM | VisionTower | SoundTower,
         names: NameMap,
         watch: BlockWatch | None = None,
     ) -> None:
@@ -494,7 +511,7 @@ def block_of(module: str) -> int:
 
 
 def fill_dummy(
-    model: DecoderLM | EncoderLM | DraftLM | VisionTower,
+    model: DecoderLM | EncoderLM | DraftLM | VisionTower | SoundTower,
     build: Build,
     seed: int,
     watch: BlockWatch | None = None,
