@@ -31,6 +31,8 @@ _GIB = 1 << 30
 _LEAST_FOR_ADAPTERS = 64 << 20
 _STAGED_BYTES = 128 << 20
 _TOWER_ROWS = 16384
+_CROSS_BYTES = 2 << 30
+"""Features that decoding reads by cross attention, in fp32. Requests wait for their share."""
 """Feature rows that are kept at least: as many as the largest content of Qwen3-VL has."""
 _LEAST_WRITES, _MOST_WRITES = 4, 64
 """Bounds on the pages that are being written to a store; within them, _STAGED_BYTES decides."""
@@ -140,7 +142,7 @@ def core_spec(
             ),
             multi_step=schedule.multi_step or 1,
             micro_batch=schedule.micro_batch if schedule.token_gap else 0,
-            content=content_limits(model_config, memory.max_request_tokens),
+            content=content_limits(model_config, memory.max_request_tokens, memory.max_running),
             attention_ratio=attention_ratio(model_config)
             if schedule.shrinks_chunks and config.parallel.pp > 1 and is_chunked
             else 0.0,
@@ -148,14 +150,18 @@ def core_spec(
         order=schedule.policy,
         eviction=config.cache.eviction,
         eviction_numbers=config.cache.eviction_numbers,
-        share=not (config.cache.disable_radix or model_config.needs_whole_prompts),
+        share=not (
+            config.cache.disable_radix or model_config.needs_whole_prompts or model_config.is_cross
+        ),
         store=_store_rules(config.cache, memory) if can_have_store(config, model_config) else None,
         role=config.handoff.role,
         adapters=_adapter_rules(config.lora, loads, most) if config.lora.is_enabled else None,
     )
 
 
-def content_limits(model_config: ModelConfig, max_request_tokens: int) -> ContentLimits:
+def content_limits(
+    model_config: ModelConfig, max_request_tokens: int, max_running: int
+) -> ContentLimits:
     """The features that a replica keeps, and what it costs to make them."""
     media = model_config.media
     if media is None:
@@ -166,8 +172,14 @@ def content_limits(model_config: ModelConfig, max_request_tokens: int) -> Conten
     layers = range(model_config.num_layers)
     heads = sum(model_config.heads_of(layer) for layer in layers) * model_config.head_dim
     inner = sum(model_config.inner_of(layer) for layer in layers)
+    pool_rows = max(_TOWER_ROWS, max_request_tokens)
+    if model_config.is_cross and media.sound is not None:
+        tower = media.sound.tower
+        rows = media.sound.rows(1, tower.window)
+        pool_rows = rows * max(2, min(max_running + 1, _CROSS_BYTES // (4 * rows * tower.out)))
     return ContentLimits(
-        pool_rows=max(_TOWER_ROWS, max_request_tokens),
+        pool_rows=pool_rows,
+        is_cross=model_config.is_cross,
         towers=tuple(towers),
         token_work=model_config.hidden_size * (3 * heads + 3 * inner),
     )

@@ -30,6 +30,7 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _ZEROS = 24
 """Zero crossings of the resampling filter on each side."""
 _ROLL_OFF, _BETA = 0.945, 10.0
+_PHASES = 256
 _SILENCE = 1e-10
 _AFTER = 2
 """Frames of silence that the tower's convolutions see after a sound."""
@@ -220,13 +221,14 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
     padded = np.pad(samples, (half, half + down + 1))
     out = np.zeros(count, np.float32)
     offsets = np.arange(-half + 1, half + 1)
-    for phase in range(min(up, count)):
-        base, rest = divmod(phase * down, up)
-        distance = offsets - rest / up
+    for first in range(0, min(up, count), _PHASES):
+        phases = np.arange(first, min(first + _PHASES, up, count))
+        distance = offsets - (phases * down % up / up)[:, None]
         taps = cutoff * np.sinc(cutoff * distance) * _kaiser(distance / half)
-        of_phase = np.lib.stride_tricks.sliding_window_view(padded[base + 1 :], 2 * half)[::down]
-        mine = out[phase::up]
-        mine[:] = of_phase[: len(mine)] @ taps.astype(np.float32)
+        for phase, mine in zip(phases.tolist(), taps.astype(np.float32), strict=True):
+            base = phase * down // up + 1
+            views = np.lib.stride_tricks.sliding_window_view(padded[base:], 2 * half)[::down]
+            out[phase::up] = views[: len(out[phase::up])] @ mine
     return out
 
 

@@ -53,6 +53,9 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = ContentKind.FEATURES
     is_mutual: bool = False
     """The places attend to each other in both directions."""
+    token: int | None = None
+    """Id that the model has at the places of a content that it reads by cross attention, from
+    every later place too; None = the places take the feature rows."""
 
     @property
     def end(self) -> int:

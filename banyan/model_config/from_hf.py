@@ -83,7 +83,7 @@ def read_hub_folder(
     model_config = replace(model_config, quant=_quant(fields, path), outer=outer)
     if outer and with_media:
         media = read_media(outer, whole, fields, path, model_config.hidden_size)
-        if (sound := read_sound(outer, whole, model_config.hidden_size)) is not None:
+        if (sound := read_sound(outer, whole, model_config.hidden_size, path)) is not None:
             media = replace(media or MediaConfig(), sound=sound)
         model_config = replace(model_config, media=media)
     if is_classifier(architecture):

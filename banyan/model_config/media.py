@@ -141,6 +141,8 @@ class SoundConfig:
         max_windows: windows of one sound; longer sounds are refused.
         is_cross: the decoder reads the features by cross attention, and a prompt has one place
             for all of them.
+        is_multilingual: prompts name the language and the task.
+        suppressed, suppressed_first: ids that are never chosen, and not as the first.
     """
 
     token: int
@@ -148,6 +150,9 @@ class SoundConfig:
     is_whole: bool = True
     max_windows: int = 1
     is_cross: bool = False
+    is_multilingual: bool = False
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
 
     def rows(self, windows: int, frames: int) -> int:
         """Feature rows of a sound of `windows` windows with `frames` mel frames each."""

@@ -1,9 +1,11 @@
 """SoundConfig of a checkpoint in Hugging Face's form: config.json (`audio_config`), or for Whisper
 its top level."""
 
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from banyan.model_config.checkpoint_fields import CheckpointFields
+from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.media import SoundConfig, SoundTowerConfig
 
 _MAX_WIDTH = 1 << 20
@@ -11,20 +13,28 @@ _MAX_BLOCKS = 1024
 _MAX_ID = 1 << 31
 _MAX_WINDOWS = 120
 """Longest sound of a prompt: one hour."""
+_WHISPER = "WhisperForConditionalGeneration"
+_MULTILINGUAL = 51865
+"""Smallest vocabulary of Whisper's multilingual models."""
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
 
 
-def read_sound(outer: str, whole: CheckpointFields, hidden_size: int) -> SoundConfig | None:
+def read_sound(
+    outer: str, whole: CheckpointFields, hidden_size: int, path: str
+) -> SoundConfig | None:
     """How the prompts of a checkpoint hold sound; None if its class takes none here.
 
     Args:
         outer: class in config.json.
         whole: the fields of config.json.
         hidden_size: of the text model.
+        path: the folder.
 
     Raises:
         ModelError: names the key that is wrong.
     """
+    if outer == _WHISPER:
+        return _whisper(whole, hidden_size, path)
     reader = _READERS.get(outer)
     return None if reader is None else reader(whole, hidden_size)
 
@@ -101,6 +111,33 @@ def _voxtral(whole: CheckpointFields, hidden_size: int) -> SoundConfig:
         has_merger_bias=False,
     )
     return SoundConfig(_token(whole, 24), tower, max_windows=_MAX_WINDOWS)
+
+
+def _whisper(whole: CheckpointFields, hidden_size: int, path: str) -> SoundConfig:
+    """Whisper (arXiv 2212.04356)."""
+    layers = whole.integer("decoder_layers", 1, _MAX_BLOCKS)
+    fields = whole.with_values(
+        {"hidden_size": None, "num_hidden_layers": None, "num_attention_heads": None}
+    )
+    tower = _tower(fields, 2 * layers * hidden_size, bands=80, merger="cross")
+    file = os.path.join(path, "generation_config.json")
+    generation = CheckpointFields(read_json(file, is_needed=False), file)
+    vocab_size = whole.integer("vocab_size", 1, _MAX_ID)
+
+    def ids(key: str) -> tuple[int, ...]:
+        found = generation if generation.has(key) else whole
+        listed = found.listed(key)
+        return tuple(id for id in listed if type(id) is int and 0 <= id < vocab_size)
+
+    return SoundConfig(
+        token=whole.integer("decoder_start_token_id", 0, vocab_size - 1, default=50257),
+        tower=replace(tower, layers=layers),
+        max_windows=_MAX_WINDOWS,
+        is_cross=True,
+        is_multilingual=generation.flag("is_multilingual", default=vocab_size >= _MULTILINGUAL),
+        suppressed=ids("suppress_tokens"),
+        suppressed_first=ids("begin_suppress_tokens"),
+    )
 
 
 _READERS: Mapping[str, Callable[[CheckpointFields, int], SoundConfig]] = {

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from banyan.base.log import logger
 from banyan.layers.rotary import AXES, axis_shifts
+from banyan.layers.step_inputs import CrossRow
 from banyan.messages.plan import Join, NewContent, PieceFailure, PlacedSpan, Row, StepPlan
 from banyan.messages.spans import ContentKind
 from banyan.models.base import NO_TOWERS, Model
@@ -38,6 +39,8 @@ class FeatureForm:
         scale: factor that brings them to the scale of the model's residual stream.
         placeholder: id that a slot has at the places of spans.
         axes: positions have axes.
+        is_cross: all rows of a content are read by cross attention, and none takes the place of
+            an embedding.
     """
 
     width: int
@@ -45,6 +48,7 @@ class FeatureForm:
     scale: float = 1.0
     placeholder: int = 0
     axes: bool = False
+    is_cross: bool = False
 
     @property
     def whole(self) -> int:
@@ -54,6 +58,8 @@ class FeatureForm:
 def form_of(model: Model) -> FeatureForm:
     """The features that a model takes."""
     facts, media = model.model_config, model.model_config.media
+    if facts.is_cross and media is not None and media.sound is not None:
+        return FeatureForm(width=media.sound.tower.out, is_cross=True)
     return FeatureForm(
         width=facts.hidden_size,
         deep=0 if media is None else len(media.deep_blocks),
@@ -215,7 +221,8 @@ class SpanTable:
         tokens = tokens.copy()
         for span in spans:
             inside = tokens[span.first : span.first + span.count]
-            inside[inside < 0] = self.features.form.placeholder
+            own = self.features.form.placeholder if span.token < 0 else span.token
+            inside[inside < 0] = own
         self._spans[slot] = spans
         self._ends[slot] = spans[-1].first + spans[-1].count
         if self.later is not None and self.later_on_device is not None:
@@ -241,7 +248,10 @@ class SpanTable:
         """Why a row cannot run; None = the features that it needs are there."""
         if self.features is not None and not self.features.is_here:
             return None
-        for span, first, last in self._within(row.slot, row.start, row.start + row.count):
+        start = row.start
+        if self.features is not None and self.features.form.is_cross:
+            start = 0
+        for span, first, last in self._within(row.slot, start, row.start + row.count):
             rows = None if self.features is None else self.features.of(span.content)
             if rows is None:
                 return f"the features of places {first} … {last - 1} are not there"
@@ -253,7 +263,7 @@ class SpanTable:
         self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, offsets: np.ndarray
     ) -> list[tuple[int, Tensor]]:
         """Feature rows that the tokens of a batch take: (first token, rows), in any order."""
-        if not self._spans or self.features is None:
+        if not self._spans or self.features is None or self.features.form.is_cross:
             return []
         found: list[tuple[int, Tensor]] = []
         for slot, start, end, at in zip(
@@ -264,6 +274,21 @@ class SpanTable:
                 assert rows is not None, f"no features at place {first} of slot {slot}"
                 offset = span.offset + first - span.first
                 found.append((at + first - start, rows[offset : offset + last - first]))
+        return found
+
+    def cross_rows(self, slots: np.ndarray, offsets: np.ndarray) -> list[CrossRow] | None:
+        """The contents that the rows of a batch read by cross attention; None = the model has no
+        cross attention."""
+        features = self.features
+        if features is None or not features.form.is_cross:
+            return None
+        found: list[CrossRow] = []
+        bounds = zip(slots.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+        for slot, first, end in bounds:
+            for span in self._spans.get(slot, ()):
+                rows = features.of(span.content)
+                assert rows is not None, f"no features of slot {slot}"
+                found.append(CrossRow(first, end, rows))
         return found
 
     def fill_shifts(

@@ -51,6 +51,7 @@ from banyan.models.weights.loader import (
 )
 from banyan.models.weights.reader import Transform, files_state_of, load_transforms
 from banyan.models.weights.torchao import torchao_transform
+from banyan.models.whisper import WhisperLM
 from banyan.ops.api import Ops
 from banyan.runner.control_ops import Finish, RankReply
 from banyan.runner.offload import Offload, OffloadedBlocks, not_streamed
@@ -101,7 +102,7 @@ def load_weights(
     if build.adapters is not None:
         enable_lora(model, build.adapters, build.ops)
     if model_config.media is not None and build.groups.stages.rank == 0:
-        assert isinstance(model, DecoderLM), "only decoders take features"
+        assert isinstance(model, DecoderLM | WhisperLM), "only decoders take features"
         for kind in tower_kinds(model_config.media):
             model.tower_modules[kind] = load_tower(
                 model_config,

@@ -45,11 +45,13 @@ class ContentLimits(msgspec.Struct, frozen=True):
         pool_rows: feature rows that are kept at the same time; 0 = prompts have no spans.
         towers: what makes features here; of other kinds only clients give them.
         token_work: multiply-adds of the model for one token, in which pieces are charged.
+        is_cross: decoding reads features too, so those of running requests stay.
     """
 
     pool_rows: int = 0
     towers: tuple[TowerWork, ...] = ()
     token_work: int = 1
+    is_cross: bool = False
 
     def tower_of(self, kind: str) -> TowerWork | None:
         """What makes features of contents of a kind; None = the client does."""
@@ -179,6 +181,7 @@ class SpanContents:
                 offset=span.offset,
                 shape=span.shape,
                 is_mutual=span.is_mutual,
+                token=-1 if span.token is None else span.token,
             )
             for span in request.generate.spans
         ]
@@ -278,7 +281,8 @@ class SpanContents:
         }
         is_running = request.state == RUNNING
         for other in running:
-            if other is not request and (not is_running or other.rank < request.rank):
+            is_first = self._limits.is_cross or not is_running or other.rank < request.rank
+            if other is not request and is_first:
                 kept |= {s.digest for s in _after(other.generate.spans, other.planned)}
         if not is_running:
             waiting = {u.rank: u for each in held for u in each.users.values()}
@@ -344,8 +348,8 @@ def last_end(spans: Sequence[Span], end: int) -> int:
 
 
 def _after(spans: Sequence[Span], start: int) -> Iterable[Span]:
-    """The spans that end after `start`."""
-    return (span for span in spans if span.end > start)
+    """The spans that places from `start` on are in or read."""
+    return (span for span in spans if span.end > start or span.token is not None)
 
 
 def _is_alike(one: Content, other: Content) -> bool:

@@ -45,6 +45,7 @@ from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.quant.fp8 import with_plain_floats
 from banyan.models.weights.reader import Transform, read_tensors, tensor_types
+from banyan.models.whisper import WhisperLM
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps
 from banyan.ops.stored import E4M3, RawTensor, StoredWeight
@@ -109,9 +110,11 @@ def load_model(
             hint="leave it at auto",
         )
     family = FAMILIES.load(model_config.architecture)
-    model: DecoderLM | EncoderLM
+    model: DecoderLM | EncoderLM | WhisperLM
     if model_config.is_encoder:
         model = EncoderLM(model_config, build)
+    elif model_config.architecture == "WhisperForCausalLM":
+        model = WhisperLM(model_config, build)
     else:
         model = DecoderLM(model_config, family, build, served_length)
     if watch is not None:
@@ -324,7 +327,7 @@ class Filling:
 
     def __init__(
         self,
-        model: DecoderLM | EncoderLM | DraftLM | VisionTower | SoundTower,
+        model: DecoderLM | EncoderLM | WhisperLM | DraftLM | VisionTower | SoundTower,
         names: NameMap,
         watch: BlockWatch | None = None,
     ) -> None:
@@ -511,7 +514,7 @@ def block_of(module: str) -> int:
 
 
 def fill_dummy(
-    model: DecoderLM | EncoderLM | DraftLM | VisionTower | SoundTower,
+    model: DecoderLM | EncoderLM | WhisperLM | DraftLM | VisionTower | SoundTower,
     build: Build,
     seed: int,
     watch: BlockWatch | None = None,
