@@ -1,7 +1,8 @@
 """MediaService: from the parts of a request to contents and token ids.
 
-A request's pictures and sounds are fetched, counted against the limits, and then decoded in worker processes (worker.py). The event loop only moves bytes. `NeedsMedia` is how the
-reading of a request, which runs in a thread, reports the parts that it cannot go on without.
+A request's pictures and sounds are fetched, counted against the limits, and then decoded in worker
+processes (worker.py). The event loop only moves bytes. `NeedsMedia` is how the reading of a
+request, which runs in a thread, reports the parts that it cannot go on without.
 """
 
 import asyncio

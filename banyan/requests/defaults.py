@@ -52,6 +52,7 @@ def limits_of(
         role=config.handoff.role,
         has_rooms=config.handoff.transfer != "fake",
         media_ids=() if model_config.media is None else model_config.media.placeholders,
+        is_transcriber=model_config.is_cross,
         fakes_prompts=config.handoff.fakes_prompts and config.handoff.mode == "decode",
     )
 
