@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy import fft, lib  # now: a worker opens no files later
 
 from banyan.model_config.media import FRAMES_PER_SECOND, SAMPLE_RATE
 
@@ -227,7 +228,7 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
         taps = cutoff * np.sinc(cutoff * distance) * _kaiser(distance / half)
         for phase, mine in zip(phases.tolist(), taps.astype(np.float32), strict=True):
             base = phase * down // up + 1
-            views = np.lib.stride_tricks.sliding_window_view(padded[base:], 2 * half)[::down]
+            views = lib.stride_tricks.sliding_window_view(padded[base:], 2 * half)[::down]
             out[phase::up] = views[: len(out[phase::up])] @ mine
     return out
 
@@ -247,11 +248,11 @@ def log_mel(samples: np.ndarray, bands: int, frames: int) -> np.ndarray:
     padded[half + length :] = padded[length - 1 : length + half - 1][::-1]
     window = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_WINDOW) / _WINDOW)).astype(np.float32)
     filters = _filters(bands)
-    views = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP]
+    views = lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP]
     found = np.empty((bands, frames), np.float32)
     for first in range(0, frames, 3000):
         part = views[first : min(first + 3000, frames)] * window
-        power = np.abs(np.fft.rfft(part, axis=1)) ** 2
+        power = np.abs(fft.rfft(part, axis=1)) ** 2
         mel = np.maximum(power @ filters, _SILENCE)
         found[:, first : first + len(part)] = np.log10(mel).T
     return (np.maximum(found, found.max() - 8.0) + 4.0) / 4.0

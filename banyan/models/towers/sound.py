@@ -198,7 +198,9 @@ class SoundTower(nn.Module):
         windows, _, frames = grid
         x = self.conv_2(self.conv_1(content.to(self.device, self.dtype)))
         x = x[:, :, : (frames + 1) // 2].transpose(1, 2)
-        return SoundState(windows, (x + self.positions.table[: x.shape[1]]).flatten(0, 1))
+        return SoundState(
+            windows, (x + self.positions.table[: x.shape[1]]).flatten(0, 1).contiguous()
+        )
 
     def run(self, state: SoundState, first_block: int, blocks: int) -> None:
         """See `Tower`."""
@@ -211,7 +213,7 @@ class SoundTower(nn.Module):
         x = state.x.unflatten(0, (state.windows, -1))
         if config.pool > 1:
             x = avg_pool1d(x.transpose(1, 2), config.pool).transpose(1, 2)
-        x = self.last_norm(x.flatten(0, 1))
+        x = self.last_norm(x.flatten(0, 1).contiguous())
         if config.stack > 1:
             x = x.unflatten(0, (state.windows, -1))
             x = x[:, : x.shape[1] // config.stack * config.stack]
