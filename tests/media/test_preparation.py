@@ -18,7 +18,7 @@ from banyan.media.preparation import (
     check_media,
     expanded,
 )
-from banyan.media.processes import WorkerEnded
+from banyan.media.processes import DecodedPicture, WorkerEnded
 from tests.support.pictures import (
     byte_tokenizer,
     encoded,
@@ -218,7 +218,7 @@ def test_a_task_over_its_time_ends_its_process() -> None:
 
     async def run() -> None:
         with pytest.raises(WorkerEnded):
-            await service._workers.run(None, 0.0)  # type: ignore[arg-type]
+            await service._workers.run(None, DecodedPicture, 0.0)  # type: ignore[arg-type]
         assert await service.prepare([part(png())])
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Files of sound: what becomes of each coding, what is refused, and spectrograms of transformers."""
+"""Files of sound: each coding, what is refused, and the spectrograms of transformers."""
 
 import asyncio
 import struct

@@ -36,7 +36,8 @@ _CHAT = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}\
 {% for part in message.content %}{% if part.type == 'image' %}IMAGE\
-{% elif part.type == 'video' %}VIDEO{% elif part.type == 'audio' %}SOUND{% elif part.type == 'text' %}{{ part.text }}{% endif %}\
+{% elif part.type == 'video' %}VIDEO{% elif part.type == 'audio' %}SOUND\
+{% elif part.type == 'text' %}{{ part.text }}{% endif %}\
 {% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""

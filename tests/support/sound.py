@@ -50,7 +50,7 @@ def wav(values: np.ndarray, rate: int = RATE) -> bytes:
 def wav_of(kind: int, bits: int, data: bytes, channels: int = 1, rate: int = RATE) -> bytes:
     """A WAV file with this coding and these bytes."""
     width = channels * bits // 8
-    form = struct.pack("<HHIIHH", kind, channels, rate, rate * width % 2**32, width, bits)
+    form = struct.pack("<HHIIHH", kind, channels, rate, rate * width % 2**32, width % 2**16, bits)
     body = b"WAVEfmt " + struct.pack("<I", len(form)) + form
     body += b"data" + struct.pack("<I", len(data)) + data
     return b"RIFF" + struct.pack("<I", len(body)) + body
@@ -125,9 +125,14 @@ def tiny_whisper(folder: Path, seed: int = 0) -> transformers.PreTrainedModel:
 
 def _filled(model: transformers.PreTrainedModel, folder: Path) -> transformers.PreTrainedModel:
     with torch.no_grad():
-        for parameter in model.parameters():
-            spread, mean = (0.2, 0.0) if parameter.dim() > 1 else (0.3, 1.0)
-            parameter.copy_(torch.randn_like(parameter) * spread + mean)
+        for name, parameter in model.named_parameters():
+            draw = torch.randn_like(parameter)
+            if parameter.dim() > 1:
+                # Larger where it keeps the tokens of Whisper from repeating.
+                is_large = "decoder.embed_positions" in name or "encoder_attn.out_proj" in name
+                parameter.copy_(draw * (0.8 if is_large else 0.2))
+            else:
+                parameter.copy_(draw * 0.3 + (0.0 if name.endswith(".bias") else 1.0))
     model.tie_weights()
     model.eval().save_pretrained(folder)
     return model

@@ -280,8 +280,9 @@ class _Transcription:
                     if text:
                         whole.append(text)
                         await exchange.event({"type": "transcript.text.delta", "delta": text})
-        done = {"type": "transcript.text.done", "text": "".join(whole).strip()}
-        await exchange.event(done | {"usage": _usage(sound)})
+        text = "".join(whole).strip()
+        done: Json = {"type": "transcript.text.done", "text": text, "usage": _usage(sound)}
+        await exchange.event(done)
         await exchange.end_events()
 
     async def _respond(
@@ -295,7 +296,7 @@ class _Transcription:
             mean = _mean_logprob(chunk)
             details += [_shown(one, len(details) + i, mean) for i, one in enumerate(found)]
             segments += found
-        text = "".join(chunk.text for chunk in chunks).strip()
+        text = "".join([s.text for s in segments] or [chunk.text for chunk in chunks]).strip()
         if form == "text":
             await exchange.text(f"{text}\n")
         elif form in ("srt", "vtt"):
