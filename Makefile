@@ -1,5 +1,5 @@
 # make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | soak | bench
-#      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | docs | clean | wheel | test-wheel | test-chart | newcomer
+#      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | docs | model-classes | clean | wheel | test-wheel | test-chart | newcomer
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -21,7 +21,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed .clients/agents/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
-.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust soak bench bench-fidelity bench-cpu bench-pairs lint format types docs clean wheel test-wheel test-chart newcomer
+.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust soak bench bench-fidelity bench-cpu bench-pairs lint format types docs model-classes clean wheel test-wheel test-chart newcomer
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -121,7 +121,7 @@ test-proofs: $(VENV)/.test $(VENV)/.demo
 test-forms: $(VENV)/.test
 	@FORMS=all $(BIN)/python -m pytest tests/models/quantize $(ARGS)
 
-# The console in a headless browser (Debian and Ubuntu: apt install chromium); a minute.
+# The console in a headless browser (Debian and Ubuntu: apt install chromium); two minutes.
 # Pictures for docs/console.md: python -m tests.console.pictures ADDRESS docs/console
 test-console: $(VENV)/.browser $(VENV)/.demo
 	@$(BIN)/python -m banyan.ops.cpu.build
@@ -194,6 +194,10 @@ test-cuda: $(VENV)/.test .cuda/.installed
 	  tests/ops/test_cpu_sampling.py -k "cuda or triton" $(ARGS)
 
 # The pages as a site with search, in build/site; broken links are errors.
+# The causal classes of the installed transformers, and how each is served.
+model-classes: $(VENV)/.test
+	@exec $(BIN)/python -m tests.pages classes
+
 docs: $(VENV)/.docs
 	@rm -rf build/docs build/site && mkdir -p build/docs
 	@cp -r docs examples CHANGELOG.md CONTRIBUTING.md CODE_OF_CONDUCT.md SECURITY.md LICENSE build/docs

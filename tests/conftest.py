@@ -1,5 +1,6 @@
 """Options of the test suite, its marks, and the order of its files."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.matrices import left_out
+from tests.support.matrices import left_out, runs
 
 # Before torch is loaded: each of its small products waits for all threads, and where two files run
 # at a time those of one spin while the other's hold the cores, which takes a hundred times as long.
@@ -160,13 +161,16 @@ NOT_QUICK = (
 """Beginnings of the names of files that `make test-quick` leaves out, besides live ones."""
 
 
-MATRICES = ("ascend/emulation/", "models/", "ops/", "parallel/", "runner/", "system/")
+MATRICES = ("ascend/emulation/", "border/", "models/", "ops/", "parallel/", "runner/", "system/")
 """Where `make test` runs each value of each parameter of a test, and not all combinations."""
-EMULATED = tuple(
-    f"ascend/emulation/test_{name}"
-    for name in ("adapters", "captured_steps", "drafts", "families", "handoff", "layouts", "tiers")
+EMULATED = "ascend/emulation/"
+"""Where it runs one test of the device in each file, because most start engines or ranks. A file
+that is listed below runs whole."""
+EMULATED_WHOLE = tuple(
+    f"{EMULATED}{name}"
+    for name in ("real/", "test_config", "test_contracts", "test_device", "test_engine")
+    + ("test_family_contracts", "test_refusals", "test_selfcheck", "test_sparse_contracts")
 )
-"""Where it runs two cases of a test at most, because each starts engines or ranks."""
 
 
 def _name(path: str) -> str:
@@ -193,6 +197,26 @@ def _turn(item: pytest.Item) -> tuple[bool, int]:
     return name.startswith("ascend/emulation/"), place
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Exclude the tests and all modules from garbage collection. An engine that ends collects
+    garbage, and to walk them takes two seconds each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)  # behind the fixtures of the file
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Exclude the modules that a file has imported, too."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks choose items
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
@@ -202,6 +226,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if name.startswith(NOT_QUICK):
             item.add_marker("slow")
     matrices = [item for item in items if _name(item.nodeid).startswith(MATRICES)]
-    emulated = [item for item in matrices if _name(item.nodeid).startswith(EMULATED)]
-    for item in {*left_out(matrices), *left_out(emulated, most=2)}:
+    for item in {*left_out(matrices), *_beyond_the_slice(items)}:
         item.add_marker("full")
+
+
+def _beyond_the_slice(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Tests of the emulated device that its own target runs: all but the first of each file."""
+    seen = set[str]()
+    for item in items:
+        name = _name(item.nodeid)
+        if not name.startswith(EMULATED) or name.startswith(EMULATED_WHOLE):
+            continue
+        if "npu" in getattr(item, "fixturenames", ()) and runs(item):
+            if name in seen:
+                yield item
+            seen.add(name)

@@ -4,6 +4,7 @@ checks that the pages are up to date.
 Every row needs a test; a row without one is an error.
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.models import (
     test_gguf_states,
     test_nested,
 )
-from tests.models.families import EXPERTS, STATES, VARIANTS
+from tests.models.families import EXPERTS, OTHERS, STATES, VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -65,7 +66,7 @@ def family_rows() -> list[tuple[str, list[str], list[str], str]]:
 
 def _class_of(model: str) -> str:
     """Class of a transformers configuration name; image models name their text part separately."""
-    name = f"{model}ForCausalLM"
+    name = "GPT2LMHeadModel" if model == "GPT2" else f"{model}ForCausalLM"
     return name if name in FAMILIES else f"{model.removesuffix('Text')}ForCausalLM"
 
 
@@ -82,6 +83,8 @@ def tests_of(name: str) -> list[str]:
         models = (VARIANTS | EXPERTS | STATES).items()
         same = [v for v, (model, _) in models if FAMILIES.load(_class_of(model)) is family]
         found += [f"test_families.py[{variant}]" for variant in same]
+        others = [v for v, (model, _) in OTHERS.items() if _class_of(model) == name]
+        found += [f"test_other_families.py[{variant}]" for variant in others]
     if not found:
         raise LookupError(f"nothing in tests/models tries {name}")
     return found
@@ -141,6 +144,22 @@ def write(page: Path, table: str) -> None:
     page.write_text(text[:start] + table + text[end:], encoding="utf-8")
 
 
+def causal_classes() -> str:
+    """Each causal class of the installed transformers: native with its test, or not."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    native = [name for name in names if name in FAMILIES or name in NESTED]
+    lines = [
+        f"{name}\t{tests_of(name)[0] if name in FAMILIES else 'test_nested.py'}" for name in native
+    ]
+    lines += [f"{name}\t--model-impl transformers" for name in names if name not in native]
+    return "\n".join([*lines, f"{len(native)} of {len(names)} classes are served natively"])
+
+
 if __name__ == "__main__":
-    for page, table in pages():
-        write(page, table)
+    if sys.argv[1:] == ["classes"]:
+        print(causal_classes())
+    else:
+        for page, table in pages():
+            write(page, table)

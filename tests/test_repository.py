@@ -33,7 +33,7 @@ def recipe(folder: Path, target: str) -> str:
     shutil.copy(ROOT / "Makefile", folder)
     (folder / "pyproject.toml").touch()
     done = subprocess.run(
-        ["make", "-n", target], cwd=folder, capture_output=True, text=True, timeout=30
+        ["make", "-n", target], cwd=folder, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

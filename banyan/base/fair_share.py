@@ -1,4 +1,4 @@
-"""FairShare and TurnQueue: bounded amounts and turns that callers share fairly.
+"""FairShare, TurnQueue and Turns: bounded amounts and turns that callers share fairly.
 
 A caller is a digest of a key; b"" stands for all callers of a server without keys, and for the
 server itself. A bounded amount is divided so that the load of one caller is never the refusal of
@@ -9,6 +9,7 @@ another:
   a part of the last eighth only if it then holds no more than is left.
 """
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -102,3 +103,47 @@ class TurnQueue(Generic[T]):
                 self.out.take(caller)
                 return caller, item
         return None
+
+
+class Turns:
+    """Places that tasks of one event loop wait for; callers take turns.
+
+    Args:
+        places: how many there are; a negative number = any.
+    """
+
+    def __init__(self, places: FairShare) -> None:
+        self._queue: TurnQueue[asyncio.Future[None]] = TurnQueue(places)
+
+    @property
+    def inside(self) -> int:
+        return self._queue.out.total
+
+    def is_free(self, caller: bytes) -> bool:
+        """Whether `enter` does not wait."""
+        places = self._queue.out
+        return places.most < 0 or places.fits(caller)
+
+    async def enter(self, caller: bytes) -> None:
+        """Take a place, which `leave` gives back; nothing is taken if the wait is cancelled."""
+        if self.is_free(caller):
+            self._queue.out.take(caller)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put(caller, turn)
+        try:
+            await turn  # the task that leaves lets this one in
+        except BaseException:
+            self._queue.remove(caller, turn)
+            if turn.done() and not turn.cancelled():
+                self.leave(caller)  # let in and cancelled at the same time
+            raise
+
+    def leave(self, caller: bytes) -> None:
+        self._queue.out.give_back(caller)
+        while (found := self._queue.get()) is not None:
+            next_caller, turn = found
+            if turn.done():
+                self._queue.out.give_back(next_caller)
+            else:
+                turn.set_result(None)

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import re
 import resource
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +31,11 @@ def give_back() -> None:
     except AttributeError:
         return
     trim(0)
+
+
+def runs_the_process() -> bool:
+    """Whether this thread is the main one: an engine's is, if the process is its own."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def unmap_files() -> None:

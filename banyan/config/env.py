@@ -91,6 +91,12 @@ def forget_secrets() -> None:
         os.environ.pop(name, None)
 
 
+def for_downloads(environment: Environment) -> dict[str, str]:
+    """Variables of a child process that downloads: this process's own, with the hub's token."""
+    token = {"HF_TOKEN": environment.hf_token} if environment.hf_token else {}
+    return {**os.environ, **token}
+
+
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read `variables`, the process's own by default."""
     given = os.environ if variables is None else variables

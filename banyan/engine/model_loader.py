@@ -13,7 +13,7 @@ import torch
 from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.base.memory import give_back
+from banyan.base.memory import give_back, runs_the_process
 from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
@@ -30,7 +30,7 @@ from banyan.lora.pool import open_lora_targets
 from banyan.lora.targets import StackLayout
 from banyan.model_config.draft_model import draft_model_config, draft_of
 from banyan.model_config.kv_scales import read_kv_scales
-from banyan.model_config.model_config import STATE, ModelConfig
+from banyan.model_config.model_config import STATE, ModelConfig, stored_head_dim
 from banyan.models.base import Model
 from banyan.moe.dispatch_check import check_dispatch, exchanged_tokens, fused_mode
 from banyan.moe.expert_location import open_expert_map
@@ -197,7 +197,8 @@ def open_model(
             toolkit = _open_toolkit(config, draft_of(config), traits, threads)
         draft = _open_draft(config, model_config, traits, model, build, toolkit)
     gc.collect()
-    gc.freeze()  # the model's objects live long: never walk them again
+    if runs_the_process():
+        gc.freeze()  # the model's objects live long: never walk them again
     give_back()
     phases.done("weights")
     settings = settings_of(config, origins)
@@ -300,7 +301,7 @@ def _bind(
         device,
         _DTYPES[config.model.activation_dtype],
         traits.features,
-        model_config.head_dim,
+        stored_head_dim(model_config),
         config.device.kernels,
         exact=config.model.cpu_activations == "fp32",
         cache_dtype=_CACHE_DTYPES[config.cache.dtype],

@@ -74,6 +74,11 @@ def full_at_every(fields: CheckpointFields, num_layers: int, period: int) -> Kin
     return window_where(fields, num_layers, lambda layer: (layer + 1) % period > 0)
 
 
+def window_listed(fields: CheckpointFields, num_layers: int) -> Kinds:
+    """Windows in the layers that `layer_types` names alone."""
+    return window_where(fields, num_layers, lambda layer: False)
+
+
 def window_where(
     fields: CheckpointFields, num_layers: int, has_window: Callable[[int], bool]
 ) -> Kinds:
@@ -120,6 +125,11 @@ def as_it_is(fields: CheckpointFields) -> Mapping[str, object]:
     return {}
 
 
+def renamed(fields: CheckpointFields, keys: Mapping[str, str]) -> Mapping[str, object]:
+    """The usual key -> the value of the family's own key, where that is present."""
+    return {usual: fields.any(own) for own, usual in keys.items() if fields.has(own)}
+
+
 def not_given(fields: CheckpointFields) -> int | None:
     return None
 
@@ -141,7 +151,8 @@ class HubForm:
         inner_keys: keys of the feed-forward blocks' inner width, the first present one is used; ()
             = there are no feed-forward blocks.
         num_layers: reads the number of layers if num_hidden_layers is absent.
-        activation_key, activation: key of the activation, and the one supported value.
+        activation_key, activation: key of the activation, and its default.
+        activations: other supported activations.
         head_dim: default; 0 = hidden size / heads.
         rope_theta: default.
         rotary: default share of a head that is rotated.
@@ -159,6 +170,7 @@ class HubForm:
     inner_keys: tuple[str, ...] = ("intermediate_size",)
     activation_key: str = "hidden_act"
     activation: str = "silu"
+    activations: tuple[str, ...] = ()
     tied: bool = False
     head_dim: int = 0
     rope_theta: float = 10000.0
@@ -221,14 +233,17 @@ class Family:
     Attributes:
         hub, gguf: how its configurations are read; gguf None = no GGUF files.
         names: checkpoint format ("safetensors", "gguf") -> names of its weights.
-        norm: "rms" | "layer" | "layer+bias".
+        norm: "rms" | "layer" | "layer+bias", or "bare rms" | "bare layer" without weights.
+        embedding_norm: the embeddings are normed before the first layer.
         pre_norm: attention and feed-forward read a normed residual stream.
         post_norm: their outputs are normed before they join the stream.
-        parallel: attention and feed-forward read the same norm and are added together.
+        parallel: attention and feed-forward read the same stream and are added together:
+            "" (no) | "one norm" | "two norms" (each has its own).
         gated: the feed-forward block has a gate.
         has_single_parts: a layer is a token mixer or a feed-forward block (NONE), never both.
         qk_norm: "" | "head" (per head of q and k) | "turned head" (per head, after RoPE) | "width"
-            (all heads together).
+            (all heads together) | "unit" (per head, after RoPE, without weights) | "layer" |
+            "layer+bias" (LayerNorm per head) | "each head" (LayerNorm, each head its weights).
         has_attention_gate: each attention head's output is scaled by a sigmoid gate, which the
             query projection computes after that head's query.
         mtp: the MTP layer; None = checkpoints have none, or it is not supported.
@@ -238,9 +253,10 @@ class Family:
     gguf: GgufForm | None = None
     names: Mapping[str, NameMap] = field(default_factory=dict)
     norm: str = "rms"
+    embedding_norm: bool = False
     pre_norm: bool = True
     post_norm: bool = False
-    parallel: bool = False
+    parallel: str = ""
     gated: bool = True
     has_single_parts: bool = False
     qk_norm: str = ""

@@ -1,11 +1,13 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 / R1 (arXiv 2412.19437): latent attention and experts.
 DeepSeek-V3.2 and GLM-5: the same with an indexer that chooses the positions each token reads.
+GLM-4.7-Flash: V3's attention and routing. MiniCPM3 and Youtu: latent attention without experts.
 dots.llm1 (arXiv 2506.05767): Qwen3's attention, experts routed as in DeepSeek-V3.
 
 The first layers have plain feed-forward blocks; layers past the last one are MTP layers.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from banyan.families.base import MAX_LENGTH, Family, GgufForm, HubForm, Kinds, MTPForm, window_where
 from banyan.families.experts import (
@@ -16,6 +18,7 @@ from banyan.families.experts import (
     gguf_corrected,
     gguf_deepseek,
     glm_dsa,
+    latent_of,
 )
 from banyan.families.names import (
     GGUF_EXPERTS,
@@ -81,6 +84,49 @@ DEEPSEEK_V3 = replace(
             ),
         }
     ),
+)
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    hub=HubForm(
+        eps=1e-5,
+        head_dim=64,
+        rope_theta=1e6,
+        more=partial(deepseek_v3, scale=1.8),
+    ),
+    gguf=None,
+)
+
+
+def _interleaved(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    if not fields.flag("rope_interleave", default=True):
+        raise fields.error("rope_interleave", False, "true")
+    return latent_of(fields, model_config)
+
+
+YOUTU = Family(
+    hub=HubForm(tied=True, head_dim=64, more=_interleaved),
+    names={"safetensors": NameMap(HUB_NAMES | _ATTENTION, paired=_PAIRED)},
+)
+
+
+def _scaled(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Factors that do not depend on the width and the depth."""
+    depth, width = model_config.num_layers**0.5, model_config.hidden_size
+    values = width // model_config.num_heads
+    has_values = fields.has("v_head_dim")
+    fields = fields if has_values else fields.with_values({"v_head_dim": values})
+    return replace(
+        latent_of(fields, model_config),
+        embedding_scale=fields.number("scale_emb", 1e-6, 1e6, default=12.0),
+        residual_scale=fields.number("scale_depth", 1e-6, 1e6, default=1.4) / depth,
+        logit_scale=fields.number("dim_model_base", 1e-6, 1e6, default=256.0) / width,
+    )
+
+
+MINICPM3 = Family(
+    hub=HubForm(eps=1e-5, tied=True, head_dim=32, more=_scaled),
+    names={"safetensors": NameMap(HUB_NAMES | _ATTENTION)},
 )
 
 _INDEXER = "layers.{}.attention.indexer"

@@ -4,7 +4,7 @@ Source: the documented fields and defaults of the families' configuration classe
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from banyan.model_config.checkpoint_fields import CheckpointFields, shortest
@@ -89,8 +89,12 @@ def deepseek_v2(fields: CheckpointFields, model_config: ModelConfig) -> ModelCon
     return replace(latent_of(fields, model_config), experts=experts)
 
 
-def deepseek_v3(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
-    experts = corrected(fields, model_config, is_normalised=True, scale=2.5)
+def deepseek_v3(
+    fields: CheckpointFields, model_config: ModelConfig, scale: float = 2.5
+) -> ModelConfig:
+    experts = corrected(fields, model_config, is_normalised=True, scale=scale)
+    dense = dense_of(fields, model_config, experts.dense_layers)
+    experts = replace(experts, dense_layers=dense)
     return replace(
         latent_of(fields, model_config), experts=experts, num_mtp_layers=mtp_layers(fields)
     )
@@ -115,16 +119,6 @@ def deepseek_v32(fields: CheckpointFields, model_config: ModelConfig) -> ModelCo
         raise fields.error(
             "indexer_types", shared, '"full" for all: no layer takes the choice of another'
         )
-    listed = fields.listed("mlp_layer_types")
-    if listed:
-        if len(listed) != model_config.num_layers or not all(
-            kind in ("dense", "sparse") for kind in listed
-        ):
-            raise fields.error(
-                "mlp_layer_types", listed, f"{model_config.num_layers} of dense, sparse"
-            )
-        dense = _where(model_config, lambda layer: listed[layer] == "dense")
-        experts = replace(experts, dense_layers=dense)
     latent = replace(
         latent,
         index_heads=fields.integer("index_n_heads", 1, 4096),
@@ -187,6 +181,34 @@ def _deepseek_experts(fields: CheckpointFields, model_config: ModelConfig) -> Ex
         groups=groups,
         top_groups=fields.integer("topk_group", 1, groups, default=1),
     )
+
+
+def dense_of(
+    fields: CheckpointFields, model_config: ModelConfig, default: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """The layers that `mlp_layer_types` calls dense; the default without the list."""
+    listed = fields.listed("mlp_layer_types")
+    if not listed:
+        return default
+    is_known = all(kind in ("dense", "sparse") for kind in listed)
+    if len(listed) != model_config.num_layers or not is_known:
+        raise fields.error("mlp_layer_types", listed, f"{model_config.num_layers} of dense, sparse")
+    return _where(model_config, lambda layer: listed[layer] == "dense")
+
+
+def corrected_with(
+    fields: CheckpointFields, model_config: ModelConfig, keys: Mapping[str, str], scale: float
+) -> ModelConfig:
+    """Experts routed as in DeepSeek-V3, under keys of the family's own.
+
+    Args:
+        keys: the family's key -> DeepSeek's.
+        scale: default of the factor on the scores.
+    """
+    given = {usual: fields.any(own) for own, usual in keys.items() if fields.has(own)}
+    experts = corrected(fields.with_values(given), model_config, is_normalised=True, scale=scale)
+    dense = dense_of(fields, model_config, experts.dense_layers)
+    return replace(model_config, experts=replace(experts, dense_layers=dense))
 
 
 def _where(model_config: ModelConfig, is_dense: Callable[[int], bool]) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
-"""Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786).
-
-Norms before and after each block. Hugging Face's form stores norm weights minus one, GGUF does not.
+"""Gemma 1 (arXiv 2403.08295): Llama with gated GELU and scaled embeddings.
+Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786): norms before and after
+each block. VaultGemma: Gemma 2 without the norms after the blocks.
+ Hugging Face's form stores norm weights minus one, GGUF does not.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -88,6 +90,30 @@ _FORM = HubForm(
     more=_gemma2_of_hub,
 )
 
+
+def _gemma1_of_hub(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    if fields.flag("use_bidirectional_attention", default=False):
+        raise fields.error("use_bidirectional_attention", True, "false, for text generation")
+    return replace(model_config, embedding_scale=model_config.hidden_size**0.5)
+
+
+def _activation(fields: CheckpointFields) -> Mapping[str, object]:
+    """Older configurations name the exact GELU and mean the approximation."""
+    return {"hidden_act": fields.any("hidden_activation") or GELU_TANH}
+
+
+GEMMA = Family(
+    hub=HubForm(
+        activation=GELU_TANH,
+        tied=True,
+        head_dim=256,
+        respelled=_activation,
+        more=_gemma1_of_hub,
+    ),
+    gguf=GgufForm("GemmaForCausalLM", GELU_TANH, more=_gemma1_of_hub),
+    names={"safetensors": NameMap(HUB_NAMES, norm_offset=1.0), "gguf": NameMap(GGUF_NAMES)},
+)
+
 GEMMA2 = Family(
     hub=_FORM,
     gguf=GgufForm(
@@ -95,6 +121,18 @@ GEMMA2 = Family(
     ),
     names={"safetensors": NameMap(_HUB, norm_offset=1.0), "gguf": NameMap(_GGUF)},
     post_norm=True,
+)
+
+VAULT_GEMMA = replace(
+    GEMMA2,
+    gguf=None,
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES | {"model.layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm"},
+            norm_offset=1.0,
+        )
+    },
+    post_norm=False,
 )
 
 GEMMA3 = Family(

@@ -1,15 +1,19 @@
-"""GLM-4 (0414): norms before and after each block, RoPE on half of each head, in pairs 2i, 2i + 1.
-GLM-4.5, 4.6 (arXiv 2508.06471): Llama's norms, and experts routed as in DeepSeek-V3.
+"""GLM (GLM-4-9B): RoPE on half of each head, in pairs 2i, 2i + 1, and bias on q, k, v.
+GLM-4 (0414): the same with norms before and after each block.
+GLM-4.5, 4.6 (arXiv 2508.06471): Llama's norms, and experts routed as in DeepSeek-V3. Solar Open:
+the same with experts in every layer.
 
 Source: the published configurations of THUDM/GLM-4-9B-0414 and zai-org/GLM-4.5; GGUF architecture
 "glm4".
 """
 
 from dataclasses import replace
+from functools import partial
 
 from banyan.families.base import Biases, Family, GgufForm, HubForm, MTPForm
 from banyan.families.experts import (
     corrected,
+    corrected_with,
     gguf_corrected,
     mtp_layers,
     without_mtp_layers,
@@ -78,6 +82,18 @@ GLM4 = Family(
     post_norm=True,
 )
 
+GLM = replace(
+    GLM4,
+    gguf=None,
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES | {"model.layers.{}.mlp.gate_up_proj": "layers.{}.mlp.gate_up:gate+up"},
+            paired=QK,
+        )
+    },
+    post_norm=False,
+)
+
 _GGUF_OF_EXPERTS = (
     GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS | {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"}
 )
@@ -104,4 +120,15 @@ GLM4_MOE = Family(
             "gguf": ("blk.{}.", NameMap(_GGUF_OF_EXPERTS | GGUF_MTP)),
         }
     ),
+)
+
+SOLAR_OPEN = Family(
+    hub=HubForm(
+        eps=1e-5,
+        head_dim=128,
+        rope_theta=1e6,
+        inner_keys=("intermediate_size", "moe_intermediate_size"),
+        more=partial(corrected_with, keys={}, scale=1.0),
+    ),
+    names={"safetensors": NameMap(HUB_NAMES | HUB_CORRECTED_EXPERTS)},
 )

@@ -1,20 +1,24 @@
 """Hunyuan V1, dense and with experts (arXiv 2411.02265): heads of q and k are normed after
-RoPE, and there is a shared expert.
+RoPE, and there is a shared expert. Hunyuan V3: the norms before RoPE, experts routed as in
+DeepSeek-V3.
 
 Source: the published configurations of tencent/Hunyuan-7B-Instruct and Hunyuan-A13B-Instruct.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from banyan.base.json_types import is_list
 from banyan.families.base import MAX_WIDTH, Biases, Family, GgufForm, HubForm
-from banyan.families.experts import MAX_EXPERTS, gguf_softmax
+from banyan.families.experts import MAX_EXPERTS, corrected_with, gguf_softmax
 from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_NAMES,
     GGUF_QK_NORM,
+    HUB_CORRECTED_EXPERTS,
     HUB_EXPERTS,
     HUB_NAMES,
+    HUB_QK_NORM,
     NameMap,
 )
 from banyan.model_config.checkpoint_fields import CheckpointFields
@@ -98,4 +102,34 @@ HUNYUAN_MOE = Family(
         "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS),
     },
     qk_norm="turned head",
+)
+
+_V3_EXPERTS = {
+    "model.layers.{}.mlp.router.gate": "layers.{}.mlp.router",
+    "model.layers.{}.mlp.expert_bias": "layers.{}.mlp.router.correction",
+    "model.layers.{}.mlp.e_score_correction_bias": "layers.{}.mlp.router.correction",
+    **{name: place for name, place in _FEED_FORWARD.items() if ".shared_mlp." in name},
+}
+HUNYUAN_V3 = Family(
+    hub=HubForm(
+        eps=1e-5,
+        head_dim=128,
+        rope_theta=11_158_840.0,
+        more=partial(
+            corrected_with,
+            keys={
+                "num_experts": "n_routed_experts",
+                "num_shared_experts": "n_shared_experts",
+                "router_scaling_factor": "routed_scaling_factor",
+            },
+            scale=2.826,
+        ),
+    ),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS | _V3_EXPERTS,
+            has_more_layers=True,
+        )
+    },
+    qk_norm="head",
 )

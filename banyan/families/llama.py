@@ -4,15 +4,11 @@ Llama 1–3 (arXiv 2407.21783), SmolLM, TinyLlama, Mistral. GGUF: gguf-py, archi
 Ministral 3 (published configurations of mistralai): the same with queries scaled by position.
 Mixtral (arXiv 2401.04088): Llama's attention and experts; GGUF has it as "llama" too.
 StarCoder2 (arXiv 2402.19173): layer norms with bias and a feed-forward block without a gate.
-Cohere 2 (Command R7B, Command A): one norm feeds attention and feed-forward in parallel. Window
-layers rotate in pairs 2i, 2i + 1; full layers have no position embedding at all. Source: the
-published configuration of CohereForAI/c4ai-command-r7b.
-OLMo 2 (arXiv 2501.00656): norms only after each block; q and k are normed over all heads.
-OLMoE (arXiv 2409.02060): experts, and norms as in Llama.
+CWM: window layers. Helium: RoPE in pairs 2i, 2i + 1. Seed-OSS: bias on q, k, v.
+SmolLM3: some layers do not rotate. Arcee: a feed-forward block without a gate, squared ReLU.
 """
 
 from dataclasses import replace
-from functools import partial
 
 from banyan.families.base import (
     GELU_TANH,
@@ -21,24 +17,21 @@ from banyan.families.base import (
     Family,
     GgufForm,
     HubForm,
-    full_at_every,
     limited,
+    window_everywhere,
     without_logits,
 )
-from banyan.families.experts import gguf_mixtral, gguf_olmoe, mixtral, olmoe
+from banyan.families.experts import gguf_mixtral, mixtral
 from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_NAMES,
-    GGUF_QK_NORM,
-    HUB_EXPERTS,
     HUB_MIXTRAL_EXPERTS,
     HUB_NAMES,
-    HUB_QK_NORM,
     QK,
     NameMap,
 )
 from banyan.model_config.checkpoint_fields import CheckpointFields
-from banyan.model_config.model_config import ModelConfig, RopeFacts
+from banyan.model_config.model_config import ModelConfig
 
 LLAMA = Family(
     gguf=GgufForm("LlamaForCausalLM", more=gguf_mixtral),
@@ -100,74 +93,69 @@ STARCODER2 = Family(
     gated=False,
 )
 
+MINISTRAL = Family(
+    hub=HubForm(biases=lambda fields: Biases(), kinds=window_everywhere),
+    names={"safetensors": NameMap(HUB_NAMES)},
+)
 
-def _positions_in_windows(
-    fields: CheckpointFields, model_config: ModelConfig, default_scale: float
-) -> ModelConfig:
-    """Only window layers have a position embedding."""
-    return replace(
-        model_config,
-        logit_scale=fields.number("logit_scale", 1e-6, 1e6, default=default_scale),
-        rope=RopeFacts(kind="none"),
-        window_rope=model_config.rope,
+HELIUM = Family(
+    hub=HubForm(eps=1e-8, head_dim=128, rope_theta=1e5),
+    names={"safetensors": NameMap(HUB_NAMES, paired=QK)},
+)
+
+CWM = Family(
+    hub=HubForm(eps=1e-5, head_dim=128, rope_theta=1e6),
+    names={"safetensors": NameMap(HUB_NAMES)},
+)
+
+
+def _seed_biases(fields: CheckpointFields) -> Biases:
+    return Biases(
+        fields.flag("attention_bias", default=True),
+        fields.flag("attention_out_bias", default=False),
+        fields.flag("mlp_bias", default=False),
     )
 
 
-COHERE2 = Family(
-    hub=HubForm(
-        eps_key="layer_norm_eps",
-        eps=1e-5,
-        tied=True,
-        kinds=partial(full_at_every, period=4),
-        more=partial(_positions_in_windows, default_scale=0.0625),
-    ),
-    gguf=GgufForm(
-        "Cohere2ForCausalLM",
-        eps_key="attention.layer_norm_epsilon",
-        window_period=4,
-        more=partial(_positions_in_windows, default_scale=1.0),
-    ),
+SEED_OSS = Family(
+    hub=HubForm(head_dim=128, biases=_seed_biases),
+    gguf=GgufForm("SeedOssForCausalLM"),
     names={
-        "safetensors": NameMap(HUB_NAMES, paired=QK),
+        "safetensors": NameMap(HUB_NAMES),
+        "gguf": NameMap(GGUF_NAMES | {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"}),
+    },
+)
+
+
+def _still_layers(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """Every fourth layer has no rotation, unless a list says which."""
+    period = fields.integer("no_rope_layer_interval", 1, MAX_LENGTH, default=4)
+    layers = range(model_config.num_layers)
+    turns = fields.listed("no_rope_layers") or [int((at + 1) % period > 0) for at in layers]
+    if len(turns) != len(layers) or any(each not in (0, 1) for each in turns):
+        raise fields.error("no_rope_layers", turns, f"{len(layers)} of 0 and 1")
+    return replace(model_config, unrotated=tuple(at for at in layers if not turns[at]))
+
+
+SMOLLM3 = Family(
+    hub=HubForm(tied=True, rope_theta=2e6, more=_still_layers),
+    gguf=GgufForm("SmolLM3ForCausalLM", more=_still_layers),
+    names={
+        "safetensors": NameMap(HUB_NAMES),
         "gguf": NameMap(GGUF_NAMES, paired=QK),
     },
-    norm="layer",
-    parallel=True,
 )
 
+HUB_PLAIN = HUB_NAMES | {"model.layers.{}.mlp.up_proj": "layers.{}.mlp.up"}
+GGUF_PLAIN = GGUF_NAMES | {"blk.{}.ffn_up": "layers.{}.mlp.up"}
+"""Feed-forward blocks without a gate."""
 
-OLMO2 = Family(
-    hub=HubForm(eps=1e-5),
-    gguf=GgufForm("Olmo2ForCausalLM"),
+ARCEE = Family(
+    hub=HubForm(eps=1e-5, activation="relu2"),
+    gguf=GgufForm("ArceeForCausalLM", "relu2"),
     names={
-        "safetensors": NameMap(
-            HUB_NAMES
-            | HUB_QK_NORM
-            | {
-                "model.layers.{}.post_attention_layernorm": "layers.{}.attention_post_norm",
-                "model.layers.{}.post_feedforward_layernorm": "layers.{}.mlp_post_norm",
-            }
-        ),
-        "gguf": NameMap(
-            GGUF_NAMES
-            | GGUF_QK_NORM
-            | {
-                "blk.{}.post_attention_norm": "layers.{}.attention_post_norm",
-                "blk.{}.post_ffw_norm": "layers.{}.mlp_post_norm",
-            }
-        ),
+        "safetensors": NameMap(HUB_PLAIN),
+        "gguf": NameMap(GGUF_PLAIN, paired=QK, rope_divisors="rope_freqs.weight"),
     },
-    pre_norm=False,
-    post_norm=True,
-    qk_norm="width",
-)
-
-OLMOE = Family(
-    hub=HubForm(eps=1e-5, more=olmoe),
-    gguf=GgufForm("OlmoeForCausalLM", more=gguf_olmoe),
-    names={
-        "safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS),
-        "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS),
-    },
-    qk_norm="width",
+    gated=False,
 )

@@ -145,6 +145,11 @@ class NameMap:
         paired: modules ("module:part") whose rows are in interleaved RoPE pairs.
         rope_divisors: tensor with divisors of the RoPE frequencies; "" = none.
         norm_offset: added to every norm weight (Gemma stores them minus one).
+        grouped: names, {} for every number, whose rows are q, k and v of one KV head after another
+            (`models/weights/checkpoint_layouts.py`).
+        shards: `grouped` rows are q, v and k of one of so many shards after another; 0 = of one
+            KV head.
+        transposed: names whose matrices are [in, out].
     """
 
     modules: Mapping[str, str]
@@ -152,6 +157,9 @@ class NameMap:
     paired: tuple[str, ...] = ()
     rope_divisors: str = ""
     norm_offset: float = 0.0
+    grouped: tuple[str, ...] = ()
+    shards: int = 0
+    transposed: tuple[str, ...] = ()
     has_more_layers: bool = False
     unread: tuple[str, ...] = ()
     optional_part: str = ""

@@ -1,4 +1,7 @@
-"""Nemotron-H (arXiv 2504.03624): each layer is either a Mamba-2 mixer, attention without RoPE, a
+"""Nemotron (arXiv 2402.16819): layer norms whose weights are stored minus one, squared ReLU without
+a gate, RoPE on half of a head.
+
+Nemotron-H (arXiv 2504.03624): each layer is either a Mamba-2 mixer, attention without RoPE, a
 feed-forward block or experts. Feed-forward blocks use squared ReLU, without a gate.
 
 Source: the published configurations of nvidia/Nemotron-H and NVIDIA-Nemotron-3-Nano. Only
@@ -10,6 +13,7 @@ from dataclasses import replace
 
 from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds
 from banyan.families.experts import corrected, gguf_corrected, without_mtp_layers
+from banyan.families.llama import GGUF_PLAIN, HUB_PLAIN
 from banyan.families.mamba import (
     MAX_HEADS,
     MIXER_PARTS,
@@ -158,6 +162,14 @@ _GGUF_FORM = GgufForm(
     of_tensors=_of_tensors,
 )
 _LAYER = "backbone.layers.{}.mixer"
+
+NEMOTRON = Family(
+    hub=HubForm(eps_key="norm_eps", eps=1e-5, activation="relu2", rotary=0.5),
+    gguf=GgufForm("NemotronForCausalLM", "relu2", "attention.layer_norm_epsilon"),
+    names={"safetensors": NameMap(HUB_PLAIN, norm_offset=1.0), "gguf": NameMap(GGUF_PLAIN)},
+    norm="layer+bias",
+    gated=False,
+)
 
 NEMOTRON_H = Family(
     hub=HubForm(

@@ -1,4 +1,7 @@
-"""Qwen2, Qwen2.5 (arXiv 2412.15115) and Qwen3 (arXiv 2505.09388), dense and with experts."""
+"""Qwen2, Qwen2.5 (arXiv 2412.15115) and Qwen3 (arXiv 2505.09388), dense and with experts.
+
+Mellum 2: Qwen3 with experts and windows, each kind of layer with its own RoPE.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -11,10 +14,17 @@ from banyan.families.base import (
     HubForm,
     Kinds,
     MTPForm,
+    window_listed,
     window_where,
     without_logits,
 )
-from banyan.families.experts import gguf_qwen2_moe, gguf_qwen3_moe, mtp_layers, qwen_moe
+from banyan.families.experts import (
+    dense_of,
+    gguf_qwen2_moe,
+    gguf_qwen3_moe,
+    mtp_layers,
+    qwen_moe,
+)
 from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_NAMES,
@@ -25,6 +35,7 @@ from banyan.families.names import (
     NameMap,
 )
 from banyan.model_config.checkpoint_fields import CheckpointFields
+from banyan.model_config.model_config import ModelConfig
 
 
 def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
@@ -107,5 +118,25 @@ QWEN3_MOE = Family(
         "safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS),
         "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS),
     },
+    qk_norm="head",
+)
+
+
+def _mellum(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    model_config = qwen_moe(fields, model_config, is_normalised=True)
+    assert model_config.experts is not None
+    experts = replace(model_config.experts, dense_layers=dense_of(fields, model_config))
+    return replace(model_config, experts=experts)
+
+
+MELLUM = Family(
+    hub=HubForm(
+        head_dim=128,
+        rope_theta=5e5,
+        window_theta=1e4,
+        kinds=window_listed,
+        more=_mellum,
+    ),
+    names={"safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS)},
     qk_norm="head",
 )

@@ -149,7 +149,8 @@ class KVCache:
             on_evict=self._on_evict,
         )
         self.capacity = Capacity(groups, self.block_size, self.pools, self.cached)
-        self.misses = Misses(self.tree, self.block_size, share)
+        num_pages = max(pool.total for pool in self.pools)
+        self.misses = Misses(self.tree, self.block_size, share, num_pages)
         self._loads = PrefixLoads(self.pools, self.cached, self.epochs, self.capacity.make_free)
         self.tier: StoreTier | None = None
         if store is not None and share:

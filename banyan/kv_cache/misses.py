@@ -51,12 +51,14 @@ class Misses:
     """
     Args:
         is_on: False = prefixes are not shared.
+        num_pages: of the cache; no more evicted blocks are remembered than it could hold.
     """
 
-    def __init__(self, tree: RadixTree, block_size: int, is_on: bool) -> None:
+    def __init__(self, tree: RadixTree, block_size: int, is_on: bool, num_pages: int) -> None:
         self._tree = tree
         self._block_size = block_size
         self._is_on = is_on
+        self._most = min(_MOST, num_pages)
         self.evictions = 0
         """Blocks evicted so far."""
         self._gone: dict[bytes, dict[bytes, int]] = {}
@@ -74,7 +76,7 @@ class Misses:
         if len(keys) > _MOST_PER_PLACE:
             del keys[next(iter(keys))]
         self._order.append((place, node.key, self.evictions))
-        while len(self._order) > _MOST:
+        while len(self._order) > self._most:
             place, key, eviction = self._order.popleft()
             keys = self._gone.get(place, {})
             if keys.get(key) == eviction:  # else it has come back and gone again since

@@ -1,6 +1,7 @@
 """The attention block: one projection to q, k and v, rotation, attention over pages, and the output
 projection."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor, nn
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import CacheTensor, Caching, LayerCache, ShardedAxis
 from banyan.layers.linear import ColumnLinear, Factors, RowLinear
-from banyan.layers.norm import RMSNorm, SpreadNorm
+from banyan.layers.norm import HeadsNorm, LayerNorm, RMSNorm, SpreadNorm
 from banyan.layers.rotary import Angles
 from banyan.layers.step_inputs import AttentionSpec, StepInputs
 from banyan.layers.weight_slot import Layer, RotaryRows, ShardRule, WeightSlot
-from banyan.model_config.model_config import FULL, WINDOW
+from banyan.model_config.model_config import ALIBI_DIMS, FULL, WINDOW
 from banyan.ops.pages import stored_width
 from banyan.ops.stored import StoredWeight
 
@@ -24,13 +25,15 @@ class AttentionShape:
 
     Attributes:
         rotary_dim: leading dimensions of a head that rotate; 0 = all.
-        qk_norm: "" | "head" | "turned head" | "width" | "unit": RMSNorm of q and k, per head before
-            or after the rotation, or over all heads; "unit" is after it, without weights.
+        qk_norm: as `Family.qk_norm`.
         has_sinks: each head has a learned attention sink.
         is_gated: the output of a head is scaled by the sigmoid of a gate that is projected with q.
         has_head_gates: it is scaled by the sigmoid of one number per head.
         query_rank: width of the low-rank query projection, which is normed; 0 = none. It is
             replicated on every rank (multi-matrix factorisation, Step-3, arXiv 2507.19427).
+        has_wide_gates: it is scaled by the sigmoid of a number per dimension.
+        alibi: factor on ALiBi's slopes; 0 = none.
+        qkv_limit: clamp of q, k and v after their projection; 0 = none.
         factor: on the output of the block.
         reads: input width; 0 = `dim`.
     """
@@ -51,7 +54,10 @@ class AttentionShape:
     has_sinks: bool = False
     is_gated: bool = False
     has_head_gates: bool = False
+    has_wide_gates: bool = False
     query_rank: int = 0
+    alibi: float = 0.0
+    qkv_limit: float = 0.0
     factor: float = 1.0
     reads: int = 0
 
@@ -69,6 +75,49 @@ class Sinks(Layer):
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         self.logits = ShardRule(0).cut(parts[0], self.group).dense.to(self.logits)
+
+
+_HIGH = 256.0
+"""ALiBi's positions are stored as multiples of this and a rest: both are exact in bfloat16."""
+
+
+class Alibi:
+    """Attention logits that fall with distance (ALiBi, arXiv 2108.12409), as two more dimensions of
+    q and k.
+
+    slope · (key position − query position) differs from slope · key position by a number that all
+    keys of a query share, which the softmax ignores. So a head's query ends in its slope, and every
+    key in its position.
+
+    Args:
+        heads: of all ranks.
+        here: first and last + 1 of this rank's heads.
+        scale: of attention logits.
+        factor: on the slopes.
+    """
+
+    def __init__(
+        self, heads: int, here: tuple[int, int], scale: float, factor: float, build: Build
+    ) -> None:
+        whole = 2 ** math.floor(math.log2(heads))
+        exponents = [8 * (n + 1) / whole for n in range(whole)]
+        exponents += [8 * (n + 0.5) / whole for n in range(heads - whole)]
+        slopes = [factor / scale * 2.0**-each for each in exponents[slice(*here)]]
+        values = [[slope * _HIGH, slope] for slope in slopes]
+        self.slopes = torch.tensor(values, dtype=build.dtype, device=build.device)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v: [tokens, heads or kv_heads, head_dim]; returns them two numbers wider."""
+        tokens, kv_heads = k.shape[:2]
+        high = positions.div(_HIGH, rounding_mode="floor")
+        places = torch.stack([high, positions - high * _HIGH], dim=1).to(k).unsqueeze(1)
+        return (
+            torch.cat([q, self.slopes.expand(tokens, -1, -1)], dim=-1),
+            torch.cat([k, places.expand(-1, kv_heads, -1)], dim=-1),
+            torch.nn.functional.pad(v, (0, ALIBI_DIMS)),
+        )
 
 
 class Attention(Caching):
@@ -93,25 +142,23 @@ class Attention(Caching):
             layer=shape.layer,
             heads=mine // shape.head_dim,
             kv_heads=mine_kv // shape.head_dim,
-            head_dim=shape.head_dim,
+            head_dim=shape.head_dim + (ALIBI_DIMS if shape.alibi else 0),
             scale=shape.scale,
             window=shape.window,
             soft_cap=shape.soft_cap,
             unit=build.kv_units[shape.layer] if build.kv_units else 1.0,
         )
         self.cache = paged_cache(self.spec, build, shape.kv_heads)
+        self.head_dim, self.qkv_limit = shape.head_dim, shape.qkv_limit
+        self.alibi: Alibi | None = None
+        if shape.alibi:
+            here = (first // shape.head_dim, last // shape.head_dim)
+            self.alibi = Alibi(shape.heads, here, shape.scale, shape.alibi, build)
         self.qk_norm = shape.qk_norm
-        if shape.qk_norm == "unit":
-            self.unit = torch.ones(shape.head_dim, dtype=build.dtype, device=build.device)
-            self.eps = shape.norm_eps
-        elif shape.qk_norm:
-            self.q_norm, self.k_norm = (
-                RMSNorm(shape.head_dim, shape.norm_eps, build)
-                if shape.qk_norm != "width"
-                else SpreadNorm(of, shape.head_dim, group, shape.norm_eps, build)
-                for of in (width, kv_width)
-            )
         turning = RotaryRows(shape.head_dim, 0, shape.rotary_dim or shape.head_dim)
+        if shape.qk_norm:
+            self.q_norm = _norm_of(shape, (shape.heads, first, last), turning, build)
+            self.k_norm = _norm_of(shape, (shape.kv_heads, first_kv, last_kv), turning, build)
         self.qkv: nn.Module = ColumnLinear(
             shape.reads or shape.dim,
             outputs,
@@ -128,6 +175,9 @@ class Attention(Caching):
             heads = (shape.query_rank, {"": width}, {"": whole}, False, group, build)
             self.query = ColumnLinear(*heads, turning={"": turning})
         self.is_gated = shape.is_gated
+        self.wide_gates: nn.Module | None = None
+        if shape.has_wide_gates:
+            self.wide_gates = ColumnLinear(shape.dim, {"": width}, {"": whole}, False, group, build)
         self.head_gates: nn.Module | None = None
         if shape.has_head_gates:
             of_heads = (shape.dim, {"": shape.heads}, {"": ShardRule(0)}, False, group, build)
@@ -142,9 +192,14 @@ class Attention(Caching):
         returns [tokens, dim]."""
         q, k, v, gate = self._project(x, angles)
         sinks = None if self.sinks is None else self.sinks.logits
-        attended = step.attention(self.spec, q, k, v, sinks).flatten(1)
+        if self.alibi is not None:
+            q, k, v = self.alibi.extend(q, k, v, step.positions)
+        heads = step.attention(self.spec, q, k, v, sinks)
+        attended = (heads if self.alibi is None else heads[..., : self.head_dim]).flatten(1)
         for each in gate:
             attended = self.ops.apply_gate(attended, each, "sigmoid")
+        if self.wide_gates is not None:
+            attended = self.ops.apply_gate(attended, self.wide_gates(x), "sigmoid")
         if self.head_gates is not None:
             attended = self.ops.sigmoid_scale(attended, self.head_gates(x))
         return self.factor(self.out(attended))
@@ -153,6 +208,8 @@ class Attention(Caching):
         """Write keys and values without attending; for steps that only fill the cache. As
         `forward`."""
         q, k, v, _ = self._project(x, angles)
+        if self.alibi is not None:
+            q, k, v = self.alibi.extend(q, k, v, step.positions)
         step.attention(self.spec, q, k, v)
 
     def _project(
@@ -160,23 +217,42 @@ class Attention(Caching):
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim], and the output gate if
         there is one."""
-        q, *gate, k, v = self.qkv(x).split((*self.sizes[: self.is_gated], *self.sizes), dim=-1)
+        qkv = self.qkv(x)
+        if self.qkv_limit:
+            qkv = qkv.clamp(-self.qkv_limit, self.qkv_limit)
+        q, *gate, k, v = qkv.split((*self.sizes[: self.is_gated], *self.sizes), dim=-1)
         if self.query is not None:
             q = self.query(self.query_norm(q))
         if self.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
-        q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # [tokens, heads, head_dim]
-        k = k.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
-        v = v.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
-        if self.qk_norm == "head":
+        q = q.unflatten(-1, (self.spec.heads, self.head_dim))  # [tokens, heads, head_dim]
+        k = k.unflatten(-1, (self.spec.kv_heads, self.head_dim))
+        v = v.unflatten(-1, (self.spec.kv_heads, self.head_dim))
+        if self.qk_norm in ("head", "layer", "layer+bias", "each head"):
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
             q, k = self.ops.rotary(q, k, *angles)
-        if self.qk_norm == "turned head":
+        if self.qk_norm in ("turned head", "unit"):
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.qk_norm == "unit":
-            q, k = (self.ops.rms_norm(each, self.unit, self.eps) for each in (q, k))
         return q, k, v, gate
+
+
+def _norm_of(
+    shape: AttentionShape, rows: tuple[int, int, int], turning: RotaryRows, build: Build
+) -> RMSNorm | LayerNorm | HeadsNorm:
+    """The norm of q or of k.
+
+    Args:
+        rows: heads of all ranks; first and last + 1 of this rank's rows.
+    """
+    (heads, first, last), dim, eps = rows, shape.head_dim, shape.norm_eps
+    if shape.qk_norm == "width":
+        return SpreadNorm(heads * dim, dim, build.groups.attention, eps, build)
+    if shape.qk_norm == "each head":
+        return HeadsNorm(heads, (first // dim, last // dim), turning, eps, build)
+    if shape.qk_norm in ("layer", "layer+bias"):
+        return LayerNorm(dim, eps, shape.qk_norm == "layer+bias", build, turning)
+    return RMSNorm(dim, eps, build, has_weight=shape.qk_norm != "unit")
 
 
 def paged_cache(spec: AttentionSpec, build: Build, kv_heads: int) -> LayerCache:

@@ -3,6 +3,8 @@
 The parts are equal, except for the last ones.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,44 @@ class Embedding(Layer):
         assert self.rows is not None
         found = self.group.all_reduce(self.rows(tokens))  # [tokens, dim]
         return found if feature_rows is None else feature_rows.replace(found, self.ops)
+
+
+class PositionTable(Layer):
+    """A vector for each position, added to the embeddings.
+
+    Args:
+        kind: "learned" | "sinusoidal" (sines before cosines, Vaswani et al. 2017).
+        count: positions that requests may have.
+        skipped: rows of the table before the first position.
+    """
+
+    def __init__(self, kind: str, count: int, skipped: int, dim: int, build: Build) -> None:
+        super().__init__()
+        self.kind, self.count, self.skipped, self.dim = kind, count, skipped, dim
+        self.ops = build.ops
+        self.rows: PackedEmbedding | None = None
+        if kind == "sinusoidal":
+            self.fill("weight", [StoredWeight.from_tensor(self._sines())])
+
+    def slots(self) -> dict[str, WeightSlot]:
+        learned = {"weight": single((self.count + self.skipped, self.dim))}
+        return learned if self.kind == "learned" else {}
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        whole = parts[0].cut(0, self.skipped, self.skipped + self.count)
+        self.rows = self.ops.pack_embedding(whole, 0, self.count)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions: [tokens] int64; returns [tokens, dim]."""
+        assert self.rows is not None
+        return self.rows(positions)
+
+    def _sines(self) -> Tensor:
+        pairs = self.dim // 2
+        step = math.log(10000.0) / (pairs - 1)
+        frequencies = torch.exp(torch.arange(pairs, dtype=torch.float) * -step)
+        angles = torch.arange(self.count + self.skipped).unsqueeze(1) * frequencies
+        return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 class Logits(Layer):

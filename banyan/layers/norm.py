@@ -21,15 +21,17 @@ class ResidualNorm(Protocol):
 
 
 class RMSNorm(Layer):
-    def __init__(self, dim: int, eps: float, build: Build) -> None:
+    def __init__(self, dim: int, eps: float, build: Build, has_weight: bool = True) -> None:
         super().__init__()
+        self.has_weight = has_weight
         self.dim = dim
         self.eps = eps
         self.ops = build.ops
-        self.weight = torch.empty(0, dtype=build.dtype, device=build.device)  # [dim] once filled
+        count = 0 if has_weight else dim
+        self.weight = torch.ones(count, dtype=build.dtype, device=build.device)  # [dim] once filled
 
     def slots(self) -> dict[str, WeightSlot]:
-        return {"weight": single((self.dim,))}
+        return {"weight": single((self.dim,))} if self.has_weight else {}
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         self.weight = parts[0].dense.to(self.weight)
@@ -93,20 +95,28 @@ class SpreadNorm(RMSNorm):
 
 class LayerNorm(Layer):
     def __init__(
-        self, dim: int, eps: float, has_bias: bool, build: Build, turning: RotaryRows | None = None
+        self,
+        dim: int,
+        eps: float,
+        has_bias: bool,
+        build: Build,
+        turning: RotaryRows | None = None,
+        has_weight: bool = True,
     ) -> None:
         """turning: rows of its input that rotate."""
         super().__init__()
+        self.has_weight = has_weight
         self.dim = dim
         self.turning = turning
         self.eps = eps
         self.has_bias = has_bias
         self.ops = build.ops
-        self.weight = torch.empty(0, dtype=build.dtype, device=build.device)  # [dim] once filled
+        count = 0 if has_weight else dim
+        self.weight = torch.ones(count, dtype=build.dtype, device=build.device)  # [dim] once filled
         self.bias: Tensor | None = None
 
     def slots(self) -> dict[str, WeightSlot]:
-        names = ("weight", "bias") if self.has_bias else ("weight",)
+        names = ("weight",) * self.has_weight + ("bias",) * self.has_bias
         turning = {} if self.turning is None else {"": self.turning}
         slot = WeightSlot({"": (self.dim,)}, {"": ShardRule()}, turning=turning)
         return dict.fromkeys(names, slot)
@@ -125,6 +135,46 @@ class LayerNorm(Layer):
         """See `ResidualNorm`."""
         total = x if residual is None else self.ops.add(x, residual)
         return self.forward(total), total
+
+
+class HeadsNorm(Layer):
+    """LayerNorm of each head with weights of its own, without bias.
+
+    Args:
+        heads: of all ranks.
+        here: first and last + 1 of this rank's heads.
+        turning: rows of a head that rotate.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        here: tuple[int, int],
+        turning: RotaryRows,
+        eps: float,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.heads, self.here, self.turning = heads, here, turning
+        self.eps, self.ops = eps, build.ops
+        self.ones = torch.ones(turning.head_dim, dtype=build.dtype, device=build.device)
+        self.weight = torch.empty(0, dtype=build.dtype, device=build.device)  # [1, width] filled
+
+    def slots(self) -> dict[str, WeightSlot]:
+        names = [str(head) for head in range(self.heads)]
+        shapes = dict.fromkeys(names, (self.turning.head_dim,))
+        rules = dict.fromkeys(names, ShardRule())
+        return {"weight": WeightSlot(shapes, rules, turning=dict.fromkeys(names, self.turning))}
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        mine = [part.dense.to(self.weight) for part in parts[slice(*self.here)]]
+        self.weight = torch.cat(mine).unsqueeze(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, heads here, head_dim]; returns the same shape."""
+        normed = self.ops.layer_norm(x, self.ones, None, self.eps).flatten(1)
+        scaled = self.ops.apply_gate(normed, self.weight.expand(normed.shape[0], -1), "")
+        return scaled.view(x.shape)
 
 
 class ResidualSum:

@@ -111,6 +111,8 @@ class Rotary:
         self.numbers = numbers
         self.context_length = context_length
         self.frequencies = kinds[numbers.kind](dim, numbers).to(device)  # [dim/2] fp32
+        if numbers.is_backward:
+            self.frequencies = -self.frequencies
         self.magnitude = _magnitude(numbers, context_length, served_length)
         if axes and (len(axes) != dim // 2 or numbers.kind == "dynamic"):
             raise ModelError(

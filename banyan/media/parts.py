@@ -7,7 +7,7 @@ translated. Nothing is fetched or decoded here.
 import base64
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -41,7 +41,22 @@ _DATA_URL = re.compile(r"data:([\w.+-]*/?[\w.+-]*)((?:;[\w.+=-]*){0,8}),", re.AS
 _BASE64 = re.compile(r"[A-Za-z0-9+/=_-]*", re.ASCII)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,15}://", re.ASCII)
 _MIN_BASE64 = 64
+_GROUP_CHARS = 4
+PIECE_CHARS = 1 << 18
+"""Of a base64 text in one call, during which no other thread runs; a millisecond."""
 MAX_PATH_CHARS = 4096
+
+
+@dataclass(frozen=True)
+class EncodedFile:
+    """A file in base64, not decoded yet."""
+
+    text: str
+    param: str
+
+    def decoded(self) -> bytes:
+        """Its bytes; RequestError if the text is no base64."""
+        return decoded(self.text, self.param)
 
 
 @dataclass(frozen=True)
@@ -50,23 +65,24 @@ class MediaPart:
 
     Attributes:
         kind: IMAGE or AUDIO.
-        source: a URL, or the bytes of the file.
+        source: a URL, or the file.
         param: the field that brings it, for errors.
         options: `detail` and limits of its resolution, for `rules.with_options`.
         key: equal for equal sources and options.
     """
 
     kind: str
-    source: str | bytes
+    source: str | bytes | EncodedFile
     param: str
     options: Mapping[str, object] = field(default_factory=dict[str, object])
     key: bytes = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         found = hashlib.sha256(repr(sorted(self.options.items())).encode())
-        is_text = isinstance(self.source, str)
-        found.update(b"text" if is_text else b"data")
-        found.update(self.source.encode() if isinstance(self.source, str) else self.source)
+        source = self.source
+        found.update(type(source).__name__.encode())
+        text = source.text if isinstance(source, EncodedFile) else source
+        found.update(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
         object.__setattr__(self, "key", found.digest())
 
 
@@ -178,8 +194,8 @@ def read_options(given: Mapping[str, object], param: str) -> dict[str, object]:
     return options
 
 
-def source_of(text: str, param: str) -> str | bytes:
-    """A URL as it is, an absolute path as file: URL, or the bytes of a data URL or of base64.
+def source_of(text: str, param: str) -> str | EncodedFile:
+    """A URL as it is, an absolute path as file: URL, or the file in a data URL or in base64.
 
     Raises:
         RequestError: it is none of these.
@@ -188,8 +204,8 @@ def source_of(text: str, param: str) -> str | bytes:
         return _of_data_url(text, param)
     if _URL.match(text):
         return text
-    if len(text) >= _MIN_BASE64 and _BASE64.fullmatch(text):
-        return decoded(text, param)
+    if len(text) >= _MIN_BASE64 and _is_base64(text):
+        return EncodedFile(text, param)
     if text.startswith("/") and len(text) <= MAX_PATH_CHARS:
         return f"file://{quote(text)}"
     raise RequestError(
@@ -200,7 +216,7 @@ def source_of(text: str, param: str) -> str | bytes:
     )
 
 
-def _of_data_url(url: str, param: str) -> bytes:
+def _of_data_url(url: str, param: str) -> EncodedFile:
     head = _DATA_URL.match(url[:512])
     if head is None:
         raise RequestError(
@@ -216,14 +232,13 @@ def _of_data_url(url: str, param: str) -> bytes:
             code="invalid_image_url",
             hint="Send data:image/png;base64,…",
         )
-    return decoded(url[head.end() :], param)
+    return EncodedFile(url[head.end() :], param)
 
 
 def decoded(text: str, param: str) -> bytes:
     """The bytes of a base64 text, in either alphabet; RequestError if it is none."""
     try:
-        plain = text.encode("ascii").translate(_STANDARD, b" \t\r\n")
-        data = base64.b64decode(plain + b"=" * (-len(plain) % 4), validate=True)
+        data = b"".join(_decoded_pieces(text))
     except (ValueError, UnicodeEncodeError):
         raise RequestError(
             f"{param}: its base64 is broken", param="messages", code="invalid_image"
@@ -231,6 +246,27 @@ def decoded(text: str, param: str) -> bytes:
     if not data:
         raise RequestError(f"{param}: its file is empty", param="messages", code="invalid_image")
     return data
+
+
+def _decoded_pieces(text: str) -> Iterator[bytes]:
+    """Decode base64 in pieces, between which other threads run; ValueError if it is none."""
+    rest = b""
+    for begin in range(0, len(text), PIECE_CHARS):
+        piece = text[begin : begin + PIECE_CHARS].encode("ascii")
+        rest += piece.translate(_STANDARD, b" \t\r\n")
+        end = rest.find(b"=")
+        whole = (len(rest) if end < 0 else end) & ~3
+        yield base64.b64decode(rest[:whole], validate=True)
+        rest = rest[whole:]
+        if len(rest) > _GROUP_CHARS:  # something follows the end
+            raise ValueError
+    last = rest.rstrip(b"=")
+    yield base64.b64decode(last + b"=" * (-len(last) % _GROUP_CHARS), validate=True)
+
+
+def _is_base64(text: str) -> bool:
+    steps = range(0, len(text), PIECE_CHARS)
+    return all(_BASE64.fullmatch(text, begin, begin + PIECE_CHARS) for begin in steps)
 
 
 _STANDARD = bytes.maketrans(b"-_", b"+/")

@@ -194,6 +194,8 @@ class MediaService:
             os.path.realpath(media.folder) if media.folder else "",
         )
         self._slots = asyncio.Semaphore(media.max_concurrent or 1)
+        self._decoding = asyncio.Semaphore(1)
+        """Base64 is decoded next to the event loop: each thread makes that wait longer."""
         self._cache = ItemCache(media.cache_mb << 20)
         self._workers = MediaProcesses(media.workers or max(1, min(4, num_cores() - 1)))
         self._encoded: dict[str, tuple[int, ...]] = {}
@@ -294,7 +296,10 @@ class MediaService:
             async with few:
                 if isinstance(part.source, str):
                     return await fetch(part.source, self._sources, part.param)
-                return part.source
+                if isinstance(part.source, bytes):
+                    return part.source
+            async with self._decoding:
+                return await asyncio.to_thread(part.source.decoded)
 
         files = await _all(load(part) for part in parts)
         found: dict[bytes, PreparedItem] = {}

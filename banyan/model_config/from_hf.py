@@ -14,7 +14,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
 from banyan.families import FAMILIES, known_classes
-from banyan.families.base import MAX_LENGTH, MAX_WIDTH, HubForm, window_everywhere
+from banyan.families.base import GELU_TANH, MAX_LENGTH, MAX_WIDTH, HubForm, window_everywhere
 from banyan.families.nested import NESTED, TEXT_MODELS, NestedForm
 from banyan.formats.shards import tensor_names
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
@@ -37,6 +37,8 @@ MAX_VOCAB = 1 << 22
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _MAX_PAIRS = 4096
+_SPELLINGS = {"gelu_new": GELU_TANH, "gelu_fast": GELU_TANH, "swish": "silu"}
+"""Other names of activations."""
 _AXES = "mrope"
 """Rotation by three axes, which are equal for text."""
 _TIED, _HEAD = "tie_word_embeddings", "lm_head.weight"
@@ -286,10 +288,11 @@ def _rotary_dim(fields: CheckpointFields, family: HubForm, head_dim: int, kind: 
 
 def _activation(fields: CheckpointFields, family: HubForm) -> str:
     name = fields.text(family.activation_key, default=family.activation)
-    if name != family.activation:
-        rule = f"{family.activation}, the one this family is built with"
+    known = (family.activation, *family.activations)
+    if (spelled := _SPELLINGS.get(name, name)) not in known:
+        rule = f"{' or '.join(known)}, which this family is built with"
         raise fields.error(family.activation_key, name, rule)
-    return name
+    return spelled
 
 
 def _dtype(fields: CheckpointFields) -> str:

@@ -18,6 +18,8 @@ BOTH = "full and state"
 """Full attention and a state in one layer: both read the same input, their outputs are added."""
 NONE = "none"
 """A layer has no token mixer and no cache."""
+ALIBI_DIMS = 2
+"""Dimensions that ALiBi adds to queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class RopeFacts:
     """Leading dimensions of a head that rotate; 0 = `ModelConfig.rotary_dim`."""
     short_mscale: float = 0.0
     """longrope: factor on cos and sin with `short_factor`; used if both factors are given."""
+    is_backward: bool = False
+    """Rotation in the other direction."""
     long_mscale: float = 0.0
     """longrope: factor on cos and sin with `long_factor`."""
 
@@ -316,6 +320,20 @@ class ModelConfig:
     """Tokens that a "window" layer sees, its own position included."""
     qk_norm: str = ""
     """As `Family.qk_norm`, if it differs between models of a family."""
+    parallel: str | None = None
+    """As `Family.parallel`, if it differs between models of a family."""
+    post_norm: bool | None = None
+    """As `Family.post_norm`, if it differs between models of a family."""
+    unrotated: tuple[int, ...] = ()
+    """Layers without rotation, whatever their kind."""
+    positions: str = ""
+    """A vector per position that is added to the embedding: "learned" | "sinusoidal" | "" (none).
+    The first position has row `first_position` of the table."""
+    alibi: float = 0.0
+    """Factor on the slopes by which attention logits fall with distance (ALiBi, arXiv 2108.12409);
+    0 = none."""
+    qkv_limit: float = 0.0
+    """q, k and v are clamped to ±limit after their projection; 0 = no clamp."""
     attention_scale: float = 0.0
     """Factor on q·k; 0 = 1/sqrt(head_dim)."""
     attention_cap: float = 0.0
@@ -327,6 +345,8 @@ class ModelConfig:
     """Factors on the two projections of a feed-forward block."""
     has_head_gates: bool = False
     """Each head's output is scaled by a sigmoid gate, computed from the block's input."""
+    has_wide_gates: bool = False
+    """The same with a gate for each dimension of a head."""
     query_rank: int = 0
     """Rank of the query projection, with a norm in between; 0 = one full projection. For latent
     attention see `LatentFacts.query_rank`."""
@@ -400,7 +420,7 @@ class ModelConfig:
         """Numbers that one layer's KV cache keeps per token."""
         if self.latent is not None:
             return self.latent.rank + self.latent.rope_dim + self.latent.index_dim
-        return 2 * self.num_kv_heads * self.head_dim
+        return 2 * self.num_kv_heads * stored_head_dim(self)
 
     def inner_of(self, layer: int) -> int:
         """Inner width of the feed-forward blocks that one token uses in this layer."""
@@ -438,5 +458,12 @@ class ModelConfig:
         return self.rope_of(layer).dim or self.rotary_dim
 
     def rope_of(self, layer: int) -> RopeFacts:
+        if layer in self.unrotated:
+            return RopeFacts(kind="none")
         is_window = self.kind_of(layer) == WINDOW
         return self.window_rope if is_window and self.window_rope is not None else self.rope
+
+
+def stored_head_dim(model_config: ModelConfig) -> int:
+    """Head size of the cache; ALiBi adds the position to every key (`layers/attention.py`)."""
+    return model_config.head_dim + (ALIBI_DIMS if model_config.alibi else 0)

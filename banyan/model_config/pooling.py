@@ -31,7 +31,7 @@ def is_classifier(architecture: str) -> bool:
 
 def is_bare(architecture: str) -> bool:
     """Whether the class has no head and returns hidden states."""
-    return architecture.endswith("Model")
+    return architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
 
 
 def labels_of(fields: CheckpointFields) -> tuple[str, ...]:

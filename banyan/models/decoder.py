@@ -16,7 +16,7 @@ from banyan.families.base import Family
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
 from banyan.layers.cache_spec import LayerCache, caches_of
-from banyan.layers.embedding import Embedding, Logits
+from banyan.layers.embedding import Embedding, Logits, PositionTable
 from banyan.layers.latent_attention import LatentAttention, LatentShape
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.linear_attention import GatedDeltaNet, KimiDeltaAttention, LightningAttention
@@ -62,7 +62,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.ops = build.ops
         self.rope = model_config.rope_of(layer)
-        self.is_parallel = family.parallel
+        parallel = family.parallel if model_config.parallel is None else model_config.parallel
         self.is_normed = model_config.normed_stream is not None
         before, between = _stream_factors(model_config, layer)
         self.attention_norm = _stream(model_config, family, build, before)
@@ -80,8 +80,12 @@ class DecoderLayer(nn.Module):
         self.attention_post_norm = _post_norm(model_config, family, build)
         self.mlp = _feed_forward(model_config, family, layer, build)
         has_both = self.mlp is not None and self.attention is not None
-        has_norm = has_both and not family.parallel
-        self.mlp_norm = _stream(model_config, family, build, between) if has_norm else None
+        self.mlp_norm = self.parallel_norm = None
+        if has_both and not parallel:
+            self.mlp_norm = _stream(model_config, family, build, between)
+        elif has_both and parallel == "two norms":
+            norm = _norm(model_config, family, _stream_eps(model_config), build)
+            self.mlp_norm = self.parallel_norm = norm
         self.mlp_post_norm = _post_norm(model_config, family, build)
 
     def forward(
@@ -136,7 +140,8 @@ class DecoderLayer(nn.Module):
             return self.mlp(x), residual
         if self.mlp is None:
             return attended, residual
-        if self.mlp_norm is None:
+        if self.mlp_norm is None or self.parallel_norm is not None:
+            x = x if self.parallel_norm is None else self.parallel_norm(residual)
             return self.ops.add(attended, self.mlp(x)), residual
         mixed = attended
         if self.attention_post_norm is not None:
@@ -167,6 +172,14 @@ class DecoderLM(nn.Module):
         self.embedding = Embedding(vocab, size, build, scale)
         self.tower_modules = nn.ModuleDict()
         """Content kind -> what makes features of it; filled when the weights are loaded."""
+        self.positions: PositionTable | None = None
+        if model_config.positions:
+            count, skipped = model_config.context_length, model_config.first_position
+            self.positions = PositionTable(model_config.positions, count, skipped, size, build)
+        eps = _stream_eps(model_config)
+        self.embedding_norm = (
+            _norm(model_config, family, eps, build) if family.embedding_norm else None
+        )
         self.ops = build.ops
         self.stages, self.context = build.groups.stages, build.groups.context
         self.stage = stage_of(model_config.num_layers, self.stages)
@@ -235,7 +248,7 @@ class DecoderLM(nn.Module):
         stages = self.stages
         x, residual = step.previous_states, None
         if stages.rank == 0:
-            x = self.embedding(step.tokens, step.feature_rows)
+            x = self._embed(step)
         assert x is not None, "the previous stage sent nothing"
         first = x
         for number in self.stage:
@@ -251,6 +264,13 @@ class DecoderLM(nn.Module):
         if stages.rank == stages.size - 1:
             return self.context.gather_rows(self.norm.add(x, residual)[0])
         return x if residual is None else self.ops.add(x, residual)
+
+    def _embed(self, step: StepInputs) -> Tensor:
+        """The input of the first layer, [tokens, hidden_size]."""
+        x = self.embedding(step.tokens, step.feature_rows)
+        if self.positions is not None:
+            x = self.ops.add(x, self.positions(step.positions))
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _block_of(self, layer: int) -> SharedBlock | None:
         hybrid_layers = self.model_config.hybrid_layers if self.shared else ()
@@ -359,6 +379,9 @@ def attention_shape(model_config: ModelConfig, family: Family, layer: int) -> At
         has_sinks=model_config.attention_sinks,
         is_gated=family.has_attention_gate,
         has_head_gates=model_config.has_head_gates,
+        has_wide_gates=model_config.has_wide_gates,
+        alibi=model_config.alibi,
+        qkv_limit=model_config.qkv_limit,
         query_rank=model_config.query_rank,
         factor=model_config.attention_factor,
     )
@@ -399,12 +422,15 @@ def _stream(model_config: ModelConfig, family: Family, build: Build, factor: flo
 def _post_norm(
     model_config: ModelConfig, family: Family, build: Build
 ) -> RMSNorm | LayerNorm | None:
-    return _norm(model_config, family, model_config.norm_eps, build) if family.post_norm else None
+    has_norm = family.post_norm if model_config.post_norm is None else model_config.post_norm
+    return _norm(model_config, family, model_config.norm_eps, build) if has_norm else None
 
 
 def _norm(
     model_config: ModelConfig, family: Family, eps: float, build: Build
 ) -> RMSNorm | LayerNorm:
-    if family.norm == "rms":
-        return RMSNorm(model_config.hidden_size, eps, build)
-    return LayerNorm(model_config.hidden_size, eps, family.norm == "layer+bias", build)
+    has_weight, size = not family.norm.startswith("bare"), model_config.hidden_size
+    if family.norm.endswith("rms"):
+        return RMSNorm(size, eps, build, has_weight)
+    has_bias = family.norm == "layer+bias"
+    return LayerNorm(size, eps, has_bias, build, has_weight=has_weight)

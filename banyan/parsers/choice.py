@@ -16,7 +16,22 @@ AS_TEXT = "hermes"
 """Format of calls if the tools are shown to the model as text."""
 
 _TOOLS: Sequence[tuple[str, tuple[str, ...]]] = (
+    ("deepseekv41", ("｜DSML｜ calls",)),
+    ("deepseekv4", ("｜DSML｜tool_calls",)),
     ("deepseekv32", ("｜DSML｜",)),
+    ("minimax-m2", ("<minimax:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("longcat", ("<longcat_tool_call>",)),
+    ("iquest_q1", ("<iquest_tool_call>",)),
+    ("dots", ("<dots_function_call>",)),
+    ("cohere_command4", ("<|START_ACTION|>",)),
+    ("interns1", ("<|action_start|>", "<|plugin|>")),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("apertus2509", ("<|tools_prefix|>",)),
+    ("gemma4", ("<|tool_call>", "<tool_call|>")),
+    ("gigachat3", ("function call<|role_sep|>",)),
+    ("granite", ("<|tool_call|>",)),
+    ("hunyuan", ("<tool_sep>", "<arg_key>")),
     ("step3", ("<steptml:invoke",)),
     ("kimi_k2", ("<|tool_call_argument_begin|>",)),
     ("glm45", ("<arg_key>",)),
@@ -29,15 +44,25 @@ _TOOLS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("llama3", ("<|start_header_id|>", '"parameters"')),
     (NONE, ("]<]minimax[>[",)),  # tags of the same name, but no JSON in them
     ("qwen25", ("<tool_call>",)),
+    ("olmo3", ("<function_calls>",)),
+    ("jamba", ("<tool_calls>",)),
 )
 
 _REASONING: Sequence[tuple[str, tuple[str, ...]]] = (
     ("gpt-oss", ("<|channel|>analysis",)),
     ("kimi", ("◁think▷",)),
+    ("seed_oss", ("<seed:think>",)),
+    ("minimax-m3", ("<mm:think>",)),
+    ("mistral", ("[THINK]",)),
+    ("gemma4", ("<|channel>thought",)),
+    ("apertus2509", ("<|inner_prefix|>",)),
+    ("cohere_command4", ("<|START_THINKING|>",)),
     ("step3", ("<steptml:", "<think>")),
     ("glm45", ("[gMASK]", "<think>")),
     ("deepseek-v3", ("<｜Assistant｜>", "</think>", "thinking")),
     ("deepseek-r1", ("<｜Assistant｜>", "</think>")),
+    ("ernie45", ("</think>", "<response>")),
+    ("hunyuan_a13b", ("</think>", "<answer>")),
     ("qwen3", ("</think>",)),
 )
 

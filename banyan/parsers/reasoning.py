@@ -121,9 +121,15 @@ class ReasoningParser:
             self._is_done = True
 
 
-def thinking(start: str, end: str, always: bool = False) -> ReasoningFormat:
-    """Format: `start` reasoning `end` answer; with `always`, `start` may be missing."""
-    ends = Delimiters(end)
+def thinking(
+    start: str, end: str, always: bool = False, around: tuple[str, ...] = ()
+) -> ReasoningFormat:
+    """Format: `start` reasoning `end` answer; with `always`, `start` may be missing.
+
+    Args:
+        around: tags around the answer, which belong to neither part.
+    """
+    ends, tags = Delimiters(end), Delimiters(*around) if around else None
 
     def read(source: StreamingText, out: ReasoningWriter, starts_inside: bool) -> Reading[None]:
         space = yield from source.spaces()
@@ -136,14 +142,29 @@ def thinking(start: str, end: str, always: bool = False) -> ReasoningFormat:
                 out.add_delimiter(found + (yield from source.spaces()))
         else:
             out.add_text(space)
+        while tags and (tag := (yield from source.until(tags, out.add_text))):
+            out.add_delimiter(tag)
         yield from source.rest(out.add_text)
 
-    return ReasoningFormat(read, start, end, always, (start, end))
+    return ReasoningFormat(read, start, end, always, (start, end, *around))
 
 
 WHEN_OPENED = thinking("<think>", "</think>")
 ALWAYS = thinking("<think>", "</think>", always=True)
 KIMI = thinking("◁think▷", "◁/think▷")
+APERTUS = thinking("<|inner_prefix|>", "<|inner_suffix|>")
+COMMAND = thinking(
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    around=("<|START_TEXT|>", "<|END_TEXT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+)
+ERNIE45 = thinking("<think>", "</think>", around=("<response>", "</response>"))
+GEMMA4 = thinking("<|channel>thought", "<channel|>")
+GRANITE = thinking("Here is my thought process:", "Here is my response:")
+HUNYUAN_A13B = thinking("<think>", "</think>", around=("<answer>", "</answer>"))
+MINIMAX_M3 = thinking("<mm:think>", "</mm:think>")
+MISTRAL = thinking("[THINK]", "[/THINK]")
+SEED_OSS = thinking("<seed:think>", "</seed:think>")
 
 
 _HERE = "banyan.parsers.reasoning"
@@ -151,14 +172,46 @@ _HERE = "banyan.parsers.reasoning"
 REASONING_PARSERS: Table[ReasoningFormat] = Table(
     "reasoning parser",
     {
+        "apertus2509": f"{_HERE}:APERTUS",
+        "cohere_command3": f"{_HERE}:COMMAND",
+        "cohere_command4": f"{_HERE}:COMMAND",
         "deepseek-r1": f"{_HERE}:ALWAYS",
         "deepseek-v3": f"{_HERE}:WHEN_OPENED",
+        "deepseek-v4": f"{_HERE}:WHEN_OPENED",
+        "deepseek-v41": f"{_HERE}:WHEN_OPENED",
+        "deepseek_r1": f"{_HERE}:ALWAYS",
+        "deepseek_v3": f"{_HERE}:WHEN_OPENED",
+        "deepseek_v4": f"{_HERE}:WHEN_OPENED",
+        "dots": f"{_HERE}:WHEN_OPENED",
+        "ernie45": f"{_HERE}:ERNIE45",
+        "gemma4": f"{_HERE}:GEMMA4",
+        "gigachat35": f"{_HERE}:ALWAYS",
         "glm45": f"{_HERE}:WHEN_OPENED",
         "gpt-oss": "banyan.parsers.harmony:REASONING_FORMAT",
+        "granite": f"{_HERE}:GRANITE",
+        "granite_thinking_parser": f"{_HERE}:WHEN_OPENED",
+        "hunyuan": f"{_HERE}:WHEN_OPENED",
+        "hunyuan_a13b": f"{_HERE}:HUNYUAN_A13B",
+        "interns1": f"{_HERE}:WHEN_OPENED",
+        "iquest_q1": f"{_HERE}:WHEN_OPENED",
         "kimi": f"{_HERE}:KIMI",
+        "kimi_k2": f"{_HERE}:WHEN_OPENED",
+        "ling3": f"{_HERE}:WHEN_OPENED",
+        "mimo": f"{_HERE}:WHEN_OPENED",
+        "minimax": f"{_HERE}:WHEN_OPENED",
+        "minimax-m3": f"{_HERE}:MINIMAX_M3",
+        "minimax_m2": f"{_HERE}:ALWAYS",
+        "mistral": f"{_HERE}:MISTRAL",
+        "nanbeige": f"{_HERE}:WHEN_OPENED",
+        "nemotron_3": f"{_HERE}:WHEN_OPENED",
+        "olmo3": f"{_HERE}:ALWAYS",
+        "openai_gptoss": "banyan.parsers.harmony:REASONING_FORMAT",
+        "poolside_v1": f"{_HERE}:WHEN_OPENED",
         "qwen3": f"{_HERE}:WHEN_OPENED",
         "qwen3-thinking": f"{_HERE}:ALWAYS",
+        "seed_oss": f"{_HERE}:SEED_OSS",
         "step3": f"{_HERE}:ALWAYS",
+        "step3p5": f"{_HERE}:ALWAYS",
     },
     plugins="banyan.reasoning_parsers",
 )

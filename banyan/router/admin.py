@@ -44,8 +44,9 @@ async def readyz(exchange: HttpExchange, state: RouterState) -> None:
 
 async def health(exchange: HttpExchange, state: RouterState) -> None:
     """As readyz, but a draining router is healthy, and the body of a 200 is empty."""
-    trouble = state.trouble(exchange) if state.pool.trouble() else ""
+    trouble = "" if state.models is not None else state.pool.trouble()
     if trouble:
+        trouble = state.trouble(exchange)
         body = {"status": "unhealthy", "reason": trouble}
         await exchange.json(body, 503, _retry(trouble))
     else:
@@ -122,6 +123,7 @@ def facts_of(worker: Worker) -> Json:
         "bootstrap_port": worker.bootstrap_port,
         "is_healthy": worker.is_well,
         "reason": "" if worker.takes() else worker.why_not(),
+        "models": list(worker.models),
         "circuit_breaker": worker.breaker.state(time.monotonic()).name.lower(),
         "load": worker.open,
         "requests": worker.taken,
@@ -152,7 +154,7 @@ async def server_info(exchange: HttpExchange, state: RouterState) -> None:
     """The first worker's information, the internal states of all, and the router's view."""
     found = await send_to_all(exchange, state)
     infos = {w: info for w, a in found.items() if a.status == 200 and is_object(info := a.json())}
-    if not infos:
+    if not infos and state.models is None:
         trouble = state.trouble(exchange)
         failures = _failures(found, exchange, state)
         raise unavailable(failures or trouble or "there is no worker", "no_worker")
@@ -163,7 +165,7 @@ async def server_info(exchange: HttpExchange, state: RouterState) -> None:
         of_one = info.get("internal_states")
         states += of_one if is_list(of_one) else []
     pools: Json = {kind: by_kind[kind] for kind in (PREFILL, DECODE) if by_kind[kind]}
-    first = answering[0] if answering else next(iter(infos.values()))
+    first = answering[0] if answering else next(iter(infos.values()), {})
     router: Json = {"trouble": state.trouble(exchange)}
     if state.sees_workers(exchange):
         router["workers"] = [facts_of(w) for w in state.pool.workers]

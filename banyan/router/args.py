@@ -155,7 +155,11 @@ def _build_config(reading: _ParsedFlags, defaults: RouterConfig) -> RouterConfig
         if own:
             config = replace(config, **{part.name: replace(getattr(config, part.name), **own)})
     pool = replace(config.pool, workers=workers)
-    pool = replace(pool, **_start(reading.server_words, pool.count, workers))
+    if config.models.is_on:
+        _check_models(config, workers)
+        pool = replace(pool, by_model=True, start=tuple(reading.server_words))
+    else:
+        pool = replace(pool, **_start(reading.server_words, pool.count, workers))
     config = replace(config, pool=pool)
     _check(config)
     notes = (*config.observe.notes, *reading.notes)
@@ -177,6 +181,25 @@ def _start(
             hint="start the router with one or the other, and add more by POST /workers",
         )
     return {"start": tuple(server_words), "count": count or 1}
+
+
+def _check_models(config: RouterConfig, workers: tuple[WorkerSpec, ...]) -> None:
+    """Raise ConfigError on flags that cannot be combined with models that the router starts."""
+    policy = config.policy
+    others = {
+        "--worker-urls": bool(workers),
+        "--dp-size": bool(config.pool.count),
+        "--pd-disaggregation": config.pool.is_paired,
+        "--follow-kv-events": policy.follows_events,
+        "--disable-health-check": config.health.is_off,
+    }
+    for flag, is_given in others.items():
+        if is_given:
+            raise ConfigError(
+                f"{flag} cannot be combined with models that the router starts "
+                "(--models, --models-dir, --models-preset)",
+                hint="leave it out; flags of the servers may be given for all or in the preset",
+            )
 
 
 def _unknown(word: str) -> ConfigError:

@@ -9,6 +9,8 @@ PLAIN = "regular"
 PREFILL = "prefill"
 DECODE = "decode"
 KINDS = (PLAIN, PREFILL, DECODE)
+HUB = "hub"
+"""Folder of models: the hub's cache on this machine."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class PoolConfig:
     """Number of workers to start."""
     startup_s: float = 1800.0
     """Seconds after which a router without a ready worker exits."""
+    by_model: bool = False
+    """Workers have different models: a request goes to one that has the model it names."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,34 @@ class PrometheusConfig:
 
 
 @dataclass(frozen=True)
+class ModelsConfig:
+    """Models whose servers the router starts when they are needed.
+
+    Attributes:
+        names: models as `banyan serve` takes them.
+        folder: each model in it is served; HUB = those in the hub's cache.
+        preset: file with a mapping from names to flags of their servers.
+        most: models that are loaded at a time.
+        memory_gib: memory of the loaded models; 0 = no bound.
+        idle_s: seconds without a request after which a model is unloaded; 0 = never.
+        default: model of requests that name none, or one that is not here; "" = the first, and an
+            error.
+    """
+
+    names: tuple[str, ...] = ()
+    folder: str = ""
+    preset: str = ""
+    most: int = 4
+    memory_gib: float = 0.0
+    idle_s: float = 0.0
+    default: str = ""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.names or self.folder or self.preset)
+
+
+@dataclass(frozen=True)
 class VisibilityConfig:
     """What callers see of the workers."""
 
@@ -159,4 +191,5 @@ class RouterConfig:
     limits: LimitConfig = field(default_factory=LimitConfig)
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     secret: str = field(default="", repr=False)
+    models: ModelsConfig = field(default_factory=ModelsConfig)
     visibility: VisibilityConfig = field(default_factory=VisibilityConfig)

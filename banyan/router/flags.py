@@ -59,6 +59,60 @@ _WHO = (
         high=64,
     ),
 )
+_MODELS = (
+    Flag(
+        "models",
+        "models.names",
+        "models to serve, each by a server of its own that starts when a request names it; "
+        "NAME=MODEL gives one another name",
+        kind=WORDS,
+    ),
+    Flag(
+        "models-dir",
+        "models.folder",
+        "serve every model in this folder (folders and .gguf files); hub = every model that banyan "
+        "list shows",
+    ),
+    Flag(
+        "models-preset",
+        "models.preset",
+        "YAML file with a mapping from names of models to the flags of their servers",
+        shown="FILE",
+    ),
+    Flag(
+        "models-max",
+        "models.most",
+        "models that are loaded at a time; the least recently used is unloaded for another one",
+        kind=INT,
+        low=1,
+        high=64,
+    ),
+    Flag(
+        "models-memory",
+        "models.memory_gib",
+        "GiB of memory of all loaded models; default: no bound",
+        kind=FLOAT,
+        low=0.0,
+    ),
+    Flag(
+        "sleep-idle-seconds",
+        "models.idle_s",
+        "unload a model after so many seconds without a request; default: never",
+        kind=FLOAT,
+        low=0.0,
+    ),
+    Flag(
+        "default-model",
+        "models.default",
+        "model of requests that name none or an unknown one; default: the first, and error 404",
+    ),
+    Flag(
+        "enable-igw",
+        "pool.by_model",
+        "servers have different models: a request goes to one that has the model it names",
+        kind=SWITCH,
+    ),
+)
 _HTTP = (
     Flag("host", "server.host", "address to listen on"),
     Flag("port", "server.port", "port to listen on; 0 = any free one", kind=INT, low=0, high=65535),
@@ -349,6 +403,7 @@ _TELLING = (
 
 GROUPS = (
     ("Servers", _WHO),
+    ("Several models", _MODELS),
     ("HTTP and limits", _HTTP),
     ("HTTPS", _HTTPS),
     ("Routing", _ROUTING),
@@ -412,7 +467,6 @@ REFUSED = {
     "max-idle-secs": "there is no policy manual",
     "assignment-mode": "there is no policy manual",
     "dp-aware": "a server shares requests out among its replicas itself",
-    "enable-igw": "all servers of a router have one model",
     "log-dir": "the log goes to standard error: redirect that",
     "mcp-config-path": "tools are called by servers: their --tool-server",
     "backend": "servers speak SGLang's routes",

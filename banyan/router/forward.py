@@ -20,6 +20,7 @@ from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger
 from banyan.base.thread_pool import off_loop
+from banyan.router.models import ModelServer, model_not_found
 from banyan.router.policies import ROUTING_KEY, RoutingRequest
 from banyan.router.proxy import PATHS, OutgoingRequest, Proxy
 from banyan.router.state import RouterState
@@ -29,7 +30,7 @@ from banyan.scheduler.prefix_hashes import BLOCK_BYTES, MAX_BLOCKS
 from banyan.server.errors import unavailable
 from banyan.server.http.auth import TENANT
 from banyan.server.http.exchange import OF_LOAD, HttpExchange
-from banyan.server.http.limits import DEADLINE, MAX_CONTAINERS, MAX_VALUES
+from banyan.server.http.limits import DEADLINE, MAX_CONTAINERS, MAX_VALUES, json_object
 
 log = logger(__name__)
 
@@ -52,6 +53,9 @@ _EVENT_ENDS = {
 }
 _TARGET = re.compile(rb"[\x21-\x7e]+")
 _BODILESS = (204, 304)
+_FORM_MODEL = re.compile(rb'name="?model"?\r\n(?:[^\r\n]{1,200}\r\n){0,4}\r\n([^\r\n]{1,200})\r\n')
+_DURATION = re.compile(r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)")
+_LONGEST_S = 1e9
 _HOP_BY_HOP = (
     b"connection",
     b"keep-alive",
@@ -178,13 +182,36 @@ class ForwardedRequest:
         self._kept: BufferedResponse | None = None
         self._why = ""
         self._has_lost_worker = False
+        self._model: ModelServer | None = None
 
     async def run(self) -> None:
         """Answer the client.
 
         Raises:
-            RequestError: 503 if no worker answers.
+            RequestError: 503 if no worker answers; 404 if none has the model.
         """
+        name, keep_s = "", None
+        if self._state.settings.pool.by_model:
+            name, keep_s = await model_of(self._exchange)
+            name = await self._find_model(name)
+        try:
+            await self._answer(name)
+        finally:
+            if self._model is not None and self._state.models is not None:
+                self._state.models.keep_for(self._model, keep_s)
+
+    async def _find_model(self, name: str) -> str:
+        """The name of the model that the request needs; "" = any."""
+        models, has_body = self._state.models, bool(self._exchange.request.body)
+        if models is not None and (has_body or self._again is RETRIED_STATUSES):
+            self._model = await models.find(name)
+            return self._model.name
+        workers = self._state.pool.workers
+        if name and workers and not any(worker.serves(name) for worker in workers):
+            raise model_not_found(name, sorted({one for w in workers for one in w.models}))
+        return name
+
+    async def _answer(self, model: str) -> None:
         exchange, pool = self._exchange, self._state.pool
         is_read = pool.reads_prompts and bool(exchange.request.body)
         prompt = await prompt_of(exchange.request.body) if is_read else b""
@@ -195,7 +222,7 @@ class ForwardedRequest:
             headers = [(name, value) for name, value in own if name == b"authorization"]
             headers += signed_caller(exchange, self._state, "POST", _TOKENIZE)
             tokens = await tokens_of(exchange.request.body, headers, tokenizer_worker)
-        asked = RoutingRequest(prompt, exchange.request.header(ROUTING_KEY), tokens)
+        asked = RoutingRequest(prompt, exchange.request.header(ROUTING_KEY), tokens, model)
         most = len(pool.workers) if self._again is not RETRIED_STATUSES else 1 + self._retry.most
         for number in range(1 if self._retry.is_off else most):
             proxy = await self._pick(asked)
@@ -214,6 +241,8 @@ class ForwardedRequest:
 
     async def _pick(self, asked: RoutingRequest) -> Proxy | None:
         """Choose untried workers; if there are none and none has refused, pause and retry all."""
+        if self._model is not None and self._state.models is not None:
+            await self._state.models.load(self._model)
         proxy = self._state.pool.proxy(asked, self._tried, self._is_paired)
         if proxy is None and self._tried and self._kept is None:
             jitter = random.uniform(-self._retry.jitter, self._retry.jitter)
@@ -347,6 +376,35 @@ def signed_caller(exchange: HttpExchange, state: RouterState, method: str, path:
         return []
     value = state.signer.sign(context.tenant, context.is_admin, method, path)
     return [(_TENANT, value.encode())]
+
+
+async def model_of(exchange: HttpExchange) -> tuple[str, float | None]:
+    """The model that a request names, "" = none, and the seconds that it is to stay loaded
+    (Ollama's `keep_alive`), None = not said.
+
+    Raises:
+        RequestError: 400 if the body is no JSON object.
+    """
+    raw = exchange.request.body
+    if not raw:
+        return "", None
+    if exchange.request.header(b"content-type").startswith("multipart/"):
+        found = _FORM_MODEL.search(raw)
+        return (found[1].decode("utf-8", "replace") if found else ""), None
+    fields = await off_loop(len(raw), lambda: json_object(raw))
+    name = fields.get("model") or fields.get("name") or ""
+    return name if isinstance(name, str) else "", _seconds(fields.get("keep_alive"))
+
+
+def _seconds(said: object) -> float | None:
+    """Seconds of a `keep_alive`: a number, or a number with a unit; None if it is neither."""
+    if isinstance(said, (int, float)) and not isinstance(said, bool):
+        return max(-1.0, min(float(said), _LONGEST_S))
+    found = _DURATION.fullmatch(said) if isinstance(said, str) else None
+    if found is None:
+        return None
+    seconds = float(found[1]) * {"ms": 0.001, "": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    return max(-1.0, min(seconds, _LONGEST_S))
 
 
 def is_worker_good(answer: UpstreamResponse, body: bytes, asked: Headers) -> bool | None:

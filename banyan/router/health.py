@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.base.json_types import is_object
+from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger, printable
 from banyan.router.config import PREFILL, RouterConfig
 from banyan.router.upstream import WorkerLost, WorkerUnreachable
@@ -34,6 +34,7 @@ class HealthMonitor:
         self._health = config.health
         self._key = config.server.api_key.partition(" ")[0]
         self._pool = pool
+        self._by_model = config.pool.by_model
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._subscriber = _open_subscriber(config)
 
@@ -95,6 +96,7 @@ class HealthMonitor:
                 body = await answer.whole(_REASON_BYTES)
                 if answer.status == 200 and not worker.is_well:
                     await self._learn_port(worker)
+                    await self._learn_models(worker)
         except TimeoutError:
             return f"no answer to {self._health.path} in {self._health.timeout_s:g} s", True
         except (WorkerUnreachable, WorkerLost) as error:
@@ -130,6 +132,20 @@ class HealthMonitor:
             _PORT,
             answer.status,
         )
+
+    async def _learn_models(self, worker: Worker) -> None:
+        """Ask a worker which models and adapters it serves, if requests are routed by that."""
+        if not self._by_model:
+            return
+        answer = await worker.upstream.send("GET", b"/v1/models", self._headers(worker))
+        body, entries = await answer.whole(_INFO_BYTES), None
+        with contextlib.suppress(ValueError, RecursionError):
+            listing = orjson.loads(body)
+            entries = listing.get("data") if answer.status == 200 and is_object(listing) else None
+        found = [e.get("id") for e in entries if is_object(e)] if is_list(entries) else []
+        worker.models = tuple(name for name in found if isinstance(name, str))
+        if not worker.models:
+            raise RequestError(f"/v1/models answered {answer.status} and names no model")
 
 
 def _open_subscriber(config: RouterConfig) -> "CacheEventSubscriber | None":

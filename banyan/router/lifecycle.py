@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import uvloop
 
-from banyan.base.errors import DeviceError
+from banyan.base.errors import DeviceError, RequestError
 from banyan.base.log import logger
 from banyan.base.thread_pool import use_threads
 from banyan.router.config import RouterConfig
 from banyan.router.health import HealthMonitor
+from banyan.router.models import ModelHost, ModelServers
 from banyan.router.routes import create_app
 from banyan.router.state import AdmissionLimiter, RouterMetrics, RouterState
 from banyan.router.worker_pool import WorkerPool
@@ -26,11 +27,12 @@ CLOSING_S = 1.0
 _LOOK_S = 0.1
 
 
-def run_router(config: RouterConfig, lost: Callable[[], str]) -> int:
+def run_router(config: RouterConfig, lost: Callable[[], str], host: ModelHost | None = None) -> int:
     """Route until stopped; the exit code: 0 after a signal, 5 if no worker became ready.
 
     Args:
         lost: returns which server started for this router has ended; "" if none.
+        host: starts servers for models on demand; None without models.
 
     Raises:
         CapacityError: the port is taken.
@@ -39,21 +41,26 @@ def run_router(config: RouterConfig, lost: Callable[[], str]) -> int:
     check_exposure(config.server)
     listener = bind(config.server)
     with contextlib.closing(listener):
-        return uvloop.run(RouterServer(config, listener, lost).run())
+        return uvloop.run(RouterServer(config, listener, lost, host).run())
 
 
 class RouterServer:
     """One router process."""
 
     def __init__(
-        self, config: RouterConfig, listener: socket.socket, lost: Callable[[], str]
+        self,
+        config: RouterConfig,
+        listener: socket.socket,
+        lost: Callable[[], str],
+        host: ModelHost | None = None,
     ) -> None:
         self._config = config
         self._lost = lost
         self._listener = listener
         pool = WorkerPool(config)
+        models = None if host is None else ModelServers(config, pool, host)
         self.state = RouterState(
-            config, pool, AdmissionLimiter(config.limits), open_metrics(config, pool)
+            config, pool, AdmissionLimiter(config.limits), open_metrics(config, pool), models
         )
         self.app = create_app(self.state)
         self._web = web_server(
@@ -70,6 +77,7 @@ class RouterServer:
                 loop.add_signal_handler(number, self._signalled, number)
         web = asyncio.create_task(self._web.serve([self._listener]))
         watch = asyncio.create_task(HealthMonitor(self._config, self.state.pool).run())
+        models = None if self.state.models is None else asyncio.create_task(self.state.models.run())
         try:
             return await self._serve(watch)
         finally:
@@ -78,6 +86,9 @@ class RouterServer:
             self._web.should_exit = True
             self._web.force_exit = self._now.is_set()
             await asyncio.gather(web, watch, return_exceptions=True)
+            if models is not None:
+                models.cancel()
+                await asyncio.gather(models, return_exceptions=True)
 
     async def _serve(self, watch: asyncio.Task[None]) -> int:
         ready = asyncio.create_task(self._wait_until_ready())
@@ -100,6 +111,8 @@ class RouterServer:
         """Wait until a worker is ready; False if none is within the start-up time."""
         host, port = self._config.server.host, self._listener.getsockname()[1]
         address = f"{self._config.server.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        if self.state.models is not None:
+            return await self._load_first(self.state.models, address)
         log.info("routing on %s for %d workers", address, len(self.state.pool.workers))
         if not self.state.pool.workers:
             log.info("no worker is named: POST /workers adds them")
@@ -114,6 +127,20 @@ class RouterServer:
         except TimeoutError:
             log.error("nobody to ask after %g s: %s", limit_s, self.state.pool.trouble())
             return False
+        log.info("ready on %s", address)
+        return True
+
+    async def _load_first(self, models: ModelServers, address: str) -> bool:
+        """Load the first model that is named, so that an error in the flags ends the start."""
+        rule = self._config.models
+        first = await models.find(rule.default) if models.all or rule.names else None
+        names = ", ".join(model.name for model in models.all)
+        log.info("serving %d models on %s: %s", len(models.all), address, names or "none yet")
+        if first is not None and (rule.default or rule.names):
+            try:
+                await models.load(first, self._config.pool.startup_s)
+            except RequestError as error:
+                raise DeviceError(error.text, hint="see its message above") from None
         log.info("ready on %s", address)
         return True
 

@@ -40,11 +40,13 @@ class RoutingRequest:
         prompt: beginning of the prompt text; empty if no policy reads it.
         key: value of the header ROUTING_KEY; "" if absent.
         tokens: token ids of the prompt, if known and needed.
+        model: what its workers must serve; "" = anything.
     """
 
     prompt: bytes = b""
     key: str = ""
     tokens: Sequence[int] = ()
+    model: str = ""
 
 
 class Policy(Protocol):

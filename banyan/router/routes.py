@@ -5,7 +5,9 @@ Refused routes concern the state of one worker, and a router does not know which
 
 from banyan.base.errors import RequestError
 from banyan.router import admin as manage
+from banyan.router.config import RouterConfig
 from banyan.router.forward import forward, forward_response, forward_to_any, forward_to_owner
+from banyan.router.model_routes import model_routes
 from banyan.router.state import RouterState
 from banyan.server.http import auth
 from banyan.server.http.app import App
@@ -76,8 +78,13 @@ async def _for_one(exchange: HttpExchange, state: RouterState) -> None:
     )
 
 
-def all_routes() -> Routes:
-    return [*_own(), *_answered(), *_refused(), _index()]
+def all_routes(settings: RouterConfig | None = None) -> Routes:
+    table = [*_own(), *_answered(), *_refused(), _index()]
+    if settings is None or not settings.pool.by_model:
+        return table
+    own = model_routes(settings.models.is_on)
+    paths = {route.path for route in own}
+    return [*own, *(route for route in table if route.path not in paths)]
 
 
 def _own() -> Routes:
@@ -153,11 +160,12 @@ def _refused() -> Routes:
 
 def _index() -> Route[RouterState]:
     async def index(exchange: HttpExchange, state: RouterState) -> None:
-        await exchange.json({route.path: route.about for route in all_routes()})
+        routes = all_routes(state.settings)
+        await exchange.json({route.path: route.about for route in routes})
 
     return Route("/", _GET, index, about="these routes")
 
 
 def create_app(state: RouterState, send_timeout_s: float = SEND_TIMEOUT_S) -> App[RouterState]:
     """The ASGI application of a router; health routes answer before any worker is ready."""
-    return App(state, all_routes(), send_timeout_s)
+    return App(state, all_routes(state.settings), send_timeout_s)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from banyan.base.errors import RequestError
-from banyan.base.fair_share import CALLER, FairShare, TurnQueue
+from banyan.base.fair_share import CALLER, FairShare, Turns
 from banyan.config.schema import Config
 from banyan.router.config import LimitConfig, RouterConfig
+from banyan.router.models import ModelServers
 from banyan.router.worker import Worker
 from banyan.router.worker_pool import WorkerPool
 from banyan.server.errors import RETRY_AFTER_S
@@ -28,8 +29,7 @@ class AdmissionLimiter:
     def __init__(self, limits: LimitConfig, now: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._now = now
-        places = FairShare(limits.concurrent, reserved=limits.concurrent // 8)
-        self._queue: TurnQueue[asyncio.Future[None]] = TurnQueue(places)
+        self._turns = Turns(FairShare(limits.concurrent, reserved=limits.concurrent // 8))
         self._waiting = FairShare(limits.waiting)
         self._started = FairShare(limits.rate)
         """Requests of the last second. They leak at the rate of the limit."""
@@ -41,7 +41,7 @@ class AdmissionLimiter:
 
     @property
     def inside(self) -> int:
-        return self._queue.out.total
+        return self._turns.inside
 
     @asynccontextmanager
     async def slot(self) -> AsyncGenerator[None]:
@@ -56,7 +56,7 @@ class AdmissionLimiter:
         try:
             yield
         finally:
-            self._leave(caller)
+            self._turns.leave(caller)
 
     def _count(self, caller: bytes) -> None:
         """Count a request that starts: a bucket that holds `rate` and leaks `rate` per second."""
@@ -73,9 +73,8 @@ class AdmissionLimiter:
         started.take(caller)
 
     async def _enter(self, caller: bytes) -> None:
-        places = self._queue.out
-        if places.most < 0 or places.fits(caller):
-            places.take(caller)
+        if self._turns.is_free(caller):
+            await self._turns.enter(caller)
             return
         if not self._waiting.fits(caller):
             raise _refusal(
@@ -83,31 +82,15 @@ class AdmissionLimiter:
                 f"{self._waiting.held_by(caller)} of them of this caller, as many as may",
                 "queue_full",
             )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put(caller, turn)
         self._waiting.take(caller)
         try:
             async with asyncio.timeout(self._limits.waiting_s):
-                await turn  # the request that leaves counts this one in
-        except BaseException as error:
-            self._queue.remove(caller, turn)
-            if turn.done() and not turn.cancelled():
-                self._leave(caller)  # admitted and timed out at the same time
-            if isinstance(error, TimeoutError):
-                waited = f"no place came free within {self._limits.waiting_s:g} s"
-                raise _refusal(waited, "queue_timeout") from None
-            raise
+                await self._turns.enter(caller)
+        except TimeoutError:
+            waited = f"no place came free within {self._limits.waiting_s:g} s"
+            raise _refusal(waited, "queue_timeout") from None
         finally:
             self._waiting.give_back(caller)
-
-    def _leave(self, caller: bytes) -> None:
-        self._queue.out.give_back(caller)
-        while (found := self._queue.get()) is not None:
-            next_caller, turn = found
-            if turn.done():
-                self._queue.out.give_back(next_caller)
-            else:
-                turn.set_result(None)
 
 
 def _refusal(text: str, code: str) -> RequestError:
@@ -144,6 +127,8 @@ class RouterState:
     admission: AdmissionLimiter
     metrics: RouterMetrics | None = None
     """None if metrics are off."""
+    models: ModelServers | None = None
+    """The models whose servers this router starts; None if it does not."""
     draining: bool = False
     started_s: float = field(default_factory=time.monotonic)
     config: Config = field(init=False)
@@ -181,5 +166,5 @@ class RouterState:
         """Why no request can be taken, as far as the caller may know; "" if one can."""
         if self.draining:
             return "the router is shutting down"
-        trouble = self.pool.trouble()
+        trouble = "" if self.models is not None else self.pool.trouble()
         return trouble if not trouble or self.sees_workers(exchange) else "no worker can be asked"

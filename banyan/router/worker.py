@@ -132,6 +132,8 @@ class Worker:
         """Requests sent so far."""
         self.failed = 0
         """Requests that failed."""
+        self.models: tuple[str, ...] = ()
+        """Names of what it serves, if the router asks for that; () = any."""
         self.bootstrap_port = spec.bootstrap_port
         """Where a prefill worker hands over; None = not known yet."""
         self.is_leaving = False
@@ -152,6 +154,10 @@ class Worker:
     def is_here(self) -> bool:
         """Whether it is healthy and not being removed, whatever its breaker's state."""
         return self.is_well and not self.is_leaving
+
+    def serves(self, model: str) -> bool:
+        """Whether it has this model; "" = any."""
+        return not model or not self.models or model in self.models
 
     def takes(self) -> bool:
         """Whether it can be sent a request now."""

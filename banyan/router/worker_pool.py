@@ -104,9 +104,10 @@ class WorkerPool:
         If the breakers of all workers are open, the worker that failed least recently is tried,
         because there is nowhere else to send the request.
         """
-        able = self.able(kind)
+        here = [w for w in self._here(kind) if w.serves(asked.model)]
+        able = [w for w in here if w.takes()]
         if not able:
-            left = [w for w in self._here(kind) if w not in without]
+            left = [w for w in here if w not in without]
             return min(left, key=lambda w: w.breaker.last_failed_s, default=None)
         able = [w for w in able if w not in without]
         return self._policies[kind].choose(able, asked) if able else None
@@ -128,10 +129,6 @@ class WorkerPool:
             return None
         prefill, decode = (fresh[kind] or self.choose(kind, asked) for kind in (PREFILL, DECODE))
         return WorkerPair(prefill, decode) if prefill and decode else None
-
-    def able(self, kind: str) -> list[Worker]:
-        """Workers of this kind that can take a request now."""
-        return [w for w in self._here(kind) if w.takes()]
 
     def _here(self, kind: str) -> list[Worker]:
         return [w for w in self.workers if w.spec.kind == kind and w.is_here]

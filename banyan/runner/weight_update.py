@@ -13,7 +13,7 @@ import torch
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger, printable
-from banyan.base.memory import give_back
+from banyan.base.memory import give_back, runs_the_process
 from banyan.config.schema import LoadConfig
 from banyan.layers.build import Build
 from banyan.lora.load import enable_lora
@@ -220,6 +220,7 @@ class LoadedWeights:
         self._runner = runner
         self._loaded_files = self._file_states(config, model_config)
         self._may_release = may_release
+        self._may_freeze = runs_the_process()
         self._released: list[str] = []
 
     def prepare_take(self, op: ControlOp) -> Finish:
@@ -347,9 +348,11 @@ class LoadedWeights:
     def _settle_memory(self) -> None:
         """Return the memory of a dropped model or of pages to the system, and exclude the new
         model's objects from garbage collection."""
-        gc.unfreeze()
+        if self._may_freeze:
+            gc.unfreeze()
         gc.collect()
-        gc.freeze()
+        if self._may_freeze:
+            gc.freeze()
         give_back()
         if not self._is_host:
             self._runner.platform.memory()  # returns unused memory to the device

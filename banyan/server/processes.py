@@ -203,8 +203,7 @@ def start_engine_thread(
         for loop in loops:
             loop.stop()
         thread.join()
-        gc.unfreeze()  # frees what the engine kept frozen, files and memory included
-        gc.collect()
+        gc.collect()  # frees what the engine kept, files and memory included
 
     return EngineHandle(stop=stop, put_down=stop, pids=list)
 

@@ -23,6 +23,7 @@ from banyan.chat_template.named_templates import FillIn
 from banyan.chat_template.template import Chat
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replicas
+from banyan.engine_client.history import EndedRequests, LoadHistory
 from banyan.engine_client.metrics_observer import MetricsExporter, MetricsObserver, report_refused
 from banyan.engine_client.request_log import Recent
 from banyan.media.preparation import MediaService
@@ -235,6 +236,9 @@ class ServerState:
     """Sets the metric labels that a request brings; None = there are none."""
     recent: Recent | None = None
     """The latest requests, for crash dumps; None without --crash-dump-folder."""
+    ended: EndedRequests = field(default_factory=EndedRequests)
+    """Filled while the server has the console."""
+    history: LoadHistory = field(init=False)
     recordings: Callable[[], dict[int, Callable[[], bytes]]] = dict
     """Replica -> reads the flight recorder of its engine; empty before the start."""
     traces: "Tracing | None" = None
@@ -248,6 +252,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.awaits_weights = self.config.model.waits_for_weights
         self.storage = Storage(storage_path(self.config.server))
+        self.history = LoadHistory(self.config.cache.page_size)
         self.keys = Keys(self.config.server.api_key, self.config.server.api_key_file)
         self.adapters = AdapterNames.of(self.config.lora)
 

@@ -14,7 +14,7 @@ import pytest
 from banyan.base.child_process import Pulse, spawn
 from banyan.base.errors import DeviceError
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from banyan.base.fair_share import CALLER, FairShare, TurnQueue
+from banyan.base.fair_share import CALLER, FairShare, TurnQueue, Turns
 from banyan.base.thread_pool import Pool
 
 WAIT_S = 60.0
@@ -75,3 +75,57 @@ def test_a_pool_full_of_one_callers_endless_jobs_works_for_others(number: int) -
         asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
         return
     raise AssertionError("the other caller's jobs did not run")
+
+
+async def idle() -> None:
+    """Let the other tasks go on until they wait."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def ordered() -> list[str]:
+    """The order in which tasks of two callers get the one place, some of them cancelled."""
+    turns, order = Turns(FairShare(1, reserved=0)), list[str]()
+    gate = asyncio.Event()
+
+    async def work(caller: bytes, name: str) -> None:
+        await turns.enter(caller)
+        try:
+            order.append(name)
+            assert turns.inside == 1
+            await gate.wait()
+        finally:
+            turns.leave(caller)
+
+    tasks = [asyncio.create_task(work(b"flood", f"f{n}")) for n in range(6)]
+    await idle()
+    tasks.append(asyncio.create_task(work(b"next", "n0")))
+    await idle()
+    tasks[2].cancel()  # while it waits
+    tasks[0].cancel()  # while it has the place: the next caller is let in
+    tasks[5].cancel()
+    await idle()
+    gate.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert turns.inside == 0
+    return order
+
+
+def test_places_go_to_callers_in_turn_and_none_is_lost() -> None:
+    assert asyncio.run(ordered()) == ["f0", "f1", "n0", "f3", "f4"]
+
+
+async def cancelled_when_let_in() -> Turns:
+    turns = Turns(FairShare(1, reserved=0))
+    await turns.enter(b"a")
+    waiting = asyncio.create_task(turns.enter(b"b"))
+    await idle()
+    turns.leave(b"a")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    return turns
+
+
+def test_a_task_that_is_let_in_and_cancelled_at_once_gives_its_place_back() -> None:
+    turns = asyncio.run(cancelled_when_let_in())
+    assert turns.inside == 0 and turns.is_free(b"c")

@@ -33,7 +33,7 @@ from tests.border.laws import Device, Launched, Laws, Tenancy, require
 from tests.border.page_numbers import VOCAB
 from tests.border.poisoned import poisoned
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 MOST_BESIDE = 10
 """Plans of one replica that are no joint steps, between two that are."""
 Key = tuple[int, int]

@@ -198,7 +198,7 @@ def _with_first_mask(original, self, logits, slots, positions, masks, *more):
     return original(self, logits, slots, positions, first, *more)
 
 
-def _told_shorter(original, self, batch, verified, num_rows):
+def _reported_shorter(original, self, batch, verified, num_rows):
     """The engine hears of one draft less than the next row verifies."""
     original(self, batch, verified, num_rows)
     verified.drafts = [drafts[:-4] for drafts in verified.drafts]
@@ -224,7 +224,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "rejected drafts count": _wrap(Drafting, "verify", _grows_by_all),
     "drafts have the masks of the token before": _wrap(Sampler, "sample", _with_first_mask),
-    "the engine is told other drafts": _wrap(Drafting, "draft", _told_shorter),
+    "the engine is told other drafts": _wrap(Drafting, "draft", _reported_shorter),
     "rows of drafts start where the plan says": _wrap(
         SlotTable, "_exact", lambda original, self, row: row
     ),

@@ -31,7 +31,7 @@ WORDS = (
     "1 < 2", "{{ x }}", "", "'q' \"Q\"", "\\n",
 )  # fmt: skip
 MAX_KEPT_BYTES = 8 << 20
-SETTLED_S = 5.0
+SETTLED_S = 60.0
 
 Messages = list[dict[str, object]]
 

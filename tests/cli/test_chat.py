@@ -92,7 +92,7 @@ def talk(url: str, typed: str, *flags: str) -> "subprocess.CompletedProcess[str]
         input=typed,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
 
 
@@ -259,7 +259,7 @@ class Screen:
 
     def wait(self, text: str) -> None:
         """Until `text` was shown; what was shown before it is forgotten."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while text.encode() not in self._seen:
             left = deadline - time.monotonic()
             ready, _, _ = select.select([self._controller], [], [], max(0, left))
@@ -269,7 +269,7 @@ class Screen:
 
     def close(self) -> int:
         try:
-            return self.process.wait(20)
+            return self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()
@@ -337,10 +337,10 @@ def test_ctrl_c_stops_the_answer_and_the_talk_goes_on() -> None:
         chat.stdin.flush()
         assert chat.stdout.read(4) == b"Once"
         chat.send_signal(signal.SIGINT)
-        assert scripted.was_left.wait(10)
+        assert scripted.was_left.wait(60)
         scripted.is_endless = False
         scripted.answer = stream("End.")
-        rest, _ = chat.communicate(b"more\n/quit\n", timeout=10)
+        rest, _ = chat.communicate(b"more\n/quit\n", timeout=60)
     assert (rest, chat.returncode) == (b"\nEnd.\n", 0)
     said = [m["content"] for m in scripted.asked[1][2]["messages"]]  # type: ignore[attr-defined,index]
     assert said == ["tell", "Once", "more"]

@@ -15,52 +15,7 @@ from banyan.config.env import Environment
 from banyan.config.flags.flag import Absent
 from banyan.config.flags.table import known_flags
 from banyan.router.args import read_flags
-
-CONFIG = """model-path: M
-host: 0.0.0.0
-port: 30000
-tensor-parallel-size: 2
-enable-metrics: {metrics}
-log-requests: true
-"""
-NODE = (
-    "--model-path M --trust-remote-code --attention-backend ascend --mem-fraction-static 0.8 "
-    "--quantization w8a8_int8 --tp-size 16 --dp-size 1 --nnodes 1 --node-rank 0 "
-    "--disaggregation-transfer-backend ascend --dist-init-addr 192.0.2.7:6688 --host 192.0.2.7 "
-)
-GUIDE = (
-    "--model-path M --chunked-prefill-size -1 --max-prefill-tokens 68000 "
-    "--max-running-requests 1 --disable-radix-cache --disable-cuda-graph "
-    "--moe-a2a-backend deepep --moe-dense-tp-size 1 --mem-fraction-static 0.73 "
-    "--quantization modelslim --speculative-algorithm NEXTN --speculative-num-steps 1 "
-    "--speculative-num-draft-tokens 2 --speculative-eagle-topk 1 --tokenizer-worker-num 4 "
-    "--load-balance-method round_robin "
-)
-
-STARTS = (
-    "--model-path M --tp 2",
-    "--model-path M --tp 2 --enable-p2p-check",
-    *(
-        "--model-path M --tp 4 --dist-init-addr sgl-dev-0:50000 --nnodes 2 "
-        f"--node-rank {rank} --disable-cuda-graph"
-        for rank in (0, 1)
-    ),
-    "--model-path M --mem-fraction-static 0.7",
-    "--model-path M --kv-cache-dtype fp8_e5m2",
-    "--model-path M --quantization fp8",
-    "--model-path M --torchao-config int4wo-128",
-    "--model-path M --chunked-prefill-size 4096",
-    "--model-path M --enable-torch-compile",
-    "--model-path M --enable-deterministic-inference",
-    "--model-path M --attention-backend ascend --host 0.0.0.0 --port 30000",
-    NODE + "--disaggregation-mode prefill --disaggregation-bootstrap-port 6657 --port 8000",
-    NODE + "--disaggregation-mode decode --port 8001 --enable-deepep-moe "
-    "--deepep-mode low_latency --ep-size 16",
-    GUIDE + "--enable-nsa-prefill-context-parallel --nsa-prefill-cp-mode in-seq-split "
-    "--attn-cp-size 32 --deepep-mode normal",
-    GUIDE + "--dp-size 8 --ep 32 --enable-dp-attention --enable-dp-lm-head "
-    "--cuda-graph-max-bs 4 --deepep-mode low_latency --mem-fraction-static 0.79",
-)
+from tests.support.documented_lines import FLAG_FILE, LINES, STARTS
 
 REFUSED = (("--model-path M --kv-cache-dtype fp4_e2m1", ("--kv-cache-dtype", "fp4_e2m1")),)
 
@@ -75,12 +30,13 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("line", STARTS)
-def test_a_documented_line_is_a_start(line: str) -> None:
-    config = parse(line.split(), Environment())
+@pytest.mark.parametrize("name", [name for name in STARTS if "file" not in name])
+def test_a_documented_line_is_a_start(name: str) -> None:
+    words = STARTS[name].words
+    config = parse(words, Environment())
     assert config.model.source == "M"
     absent = [flag.name for flag in known_flags() if isinstance(flag, Absent)]
-    given = [word for word in line.split() if word[2:] in (*absent, "attention-backend")]
+    given = [word for word in words if word[2:] in (*absent, "attention-backend")]
     assert all(any(flag in note for note in config.observe.notes) for flag in given)
 
 
@@ -97,7 +53,7 @@ def test_a_documented_line_is_refused_with_everything_that_is_missing(
 @pytest.mark.parametrize("metrics", ["true", "false"])
 def test_the_documented_flag_file_is_a_start(metrics: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(CONFIG.format(metrics=metrics))
+    file.write_text(FLAG_FILE.replace("metrics: true", f"metrics: {metrics}"))
     config = parse(["--config", str(file)], Environment())
     assert (config.model.source, config.server.host, config.server.port) == ("M", "0.0.0.0", 30000)
     assert (config.parallel.tp, config.observe.log_requests) == (2, True)
@@ -130,14 +86,14 @@ def test_a_module_of_the_documents_is_a_verb(
 
 def test_a_documented_line_of_the_router_starts_servers_with_the_rest_of_it() -> None:
     checked: list[Sequence[str]] = []
-    config = read_flags(["--model-path", "M", "--dp", "2", "--tp", "2"], {}, checked.append)
+    config = read_flags(LINES["server arguments: router"].words, {}, checked.append)
     assert (config.pool.count, config.pool.start) == (2, ("--model-path", "M", "--tp", "2"))
     assert checked == [config.pool.start]
 
 
 def test_the_documented_line_of_the_load_balancer_names_two_servers() -> None:
-    line = "--prefill http://h:8000 --decode http://h:8001 --host 127.0.0.1 --port 5000"
-    config = read_flags(line.split(), {}, refuse_servers, LB)
+    words = [word.replace("IP", "h") for word in LINES["install page: balancer"].words]
+    config = read_flags(words, {}, refuse_servers, LB)
     assert [(spec.url, spec.kind) for spec in config.pool.workers] == [
         ("http://h:8000", "prefill"),
         ("http://h:8001", "decode"),

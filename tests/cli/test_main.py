@@ -16,7 +16,7 @@ def banyan(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         [sys.executable, "-m", "banyan", *words],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         env={**kept, **variables},
         stdin=subprocess.DEVNULL,
     )
@@ -103,7 +103,7 @@ def test_the_other_name_of_serve_takes_the_same_flags() -> None:
         [sys.executable, "-m", "banyan.launch_server", "--model-path", "no-such-model", "--port=0"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     assert done.returncode == 3 and "'no-such-model'" in done.stderr
 
@@ -121,7 +121,7 @@ def test_a_key_shows_in_no_output() -> None:
     assert done.returncode == 3 and "sk-1a2b" not in done.stderr + done.stdout
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     done = banyan("version", "--json")
     assert done.returncode == 0 and '"python"' in done.stdout
 

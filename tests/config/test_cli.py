@@ -125,7 +125,7 @@ def test_a_replaced_switch_and_its_successor_may_not_disagree() -> None:
     assert notes(*argv[:2], "triton_kernel")
 
 
-def test_all_that_is_refused_is_told_at_once() -> None:
+def test_all_that_is_refused_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["--encoder-only", "--enable-http2", "--encoder-urls", "a", "b"], NOTHING)
     assert "--encoder-only, --encoder-urls are not available in this build: " in str(caught.value)
@@ -280,7 +280,7 @@ def test_a_file_may_hold_the_default_of_what_is_absent(line: str, tmp_path: Path
     assert line.partition(":")[0] in note and "is the default" in note
 
 
-def test_all_illegal_values_are_told_at_once() -> None:
+def test_all_illegal_values_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match="--page-size must be.*--port must be"):
         parse(["--page-size", "x", "--port", "y"], NOTHING)
 

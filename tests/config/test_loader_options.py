@@ -51,7 +51,7 @@ def test_as_many_pieces_are_read_at_once_as_there_are_threads(tmp_path: Path) ->
     together, offsets = threading.Barrier(THREADS), list[int]()
 
     def read(descriptor: int, size: int, at: int) -> bytes:
-        together.wait(20)  # broken unless all threads are here
+        together.wait(60)  # broken unless all threads are here
         offsets.append(at)
         return b""
 
@@ -75,7 +75,7 @@ def test_processes_that_load_the_same_files_read_different_parts(tmp_path: Path)
             return b""
 
         with parallel_reads(str(tmp_path), 1, share, 2, read):
-            assert done.wait(20)
+            assert done.wait(60)
     assert read_by == {0: [0, 2, 4], 1: [1, 3]}
 
 

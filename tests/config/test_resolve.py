@@ -101,7 +101,7 @@ def test_only_float_weights_are_rounded(
 
 
 @pytest.mark.parametrize(("wanted", "lines"), [("fp8", 0), ("w8a8_fp8", 1)])
-def test_a_name_that_is_not_the_checkpoints_own_is_told(
+def test_a_name_that_is_not_the_checkpoints_own_is_reported(
     wanted: str, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config(model=LoadConfig(source="m", quantization=wanted))

@@ -127,16 +127,16 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Clien
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
-                wait_until(lambda: len(values(http, "up[1m]")) >= 2, 30, "two scrapes")
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+                wait_until(lambda: len(values(http, "up[1m]")) >= 2, 60, "two scrapes")
                 run(
                     site.state.metrics, _Scripted(), asked(key_name="shop")
                 )  # so that counters grow
-                wait_until(lambda: len(values(http, "up[1m]")) >= 5, 30, "three more")
+                wait_until(lambda: len(values(http, "up[1m]")) >= 5, 60, "three more")
                 yield http
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(20)
+            process.wait(60)
 
 
 def values(http: httpx.Client, query: str) -> list:

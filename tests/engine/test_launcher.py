@@ -7,7 +7,7 @@ from banyan.base.ids import SlotId, StepId
 from banyan.engine.launcher import Fanout, Threaded
 from banyan.messages.plan import Mask, PageCopy, Row, StepPlan, StepResult
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 class Pending:

@@ -29,7 +29,7 @@ from banyan.scheduler.scheduler import Scheduler
 from tests.support.flags import config_of
 
 READY = Ready(max_total_tokens=1, max_request_tokens=1, max_running=1)
-WAIT_S = 20
+WAIT_S = 60
 CONFIG_FIELDS = {field.name for field in fields(LoopConfig)}
 
 
@@ -388,7 +388,7 @@ def test_the_log_reports_once_where_a_stuck_engine_stands(caplog):
     assert not any("step=1 " in plan for plan in plans[1:])
 
 
-def test_an_engine_that_works_is_never_told_to_be_stuck(caplog):
+def test_an_engine_that_works_is_never_reported_as_stuck(caplog):
     with serving(check_ledger=True, watchdog_s=1.0) as (link, _, _):
         for name in "abc":
             link.tell(generate(name, new=20))

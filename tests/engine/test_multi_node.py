@@ -111,9 +111,9 @@ def test_a_node_that_talks_nonsense_is_lost_and_the_others_are_still_heard(said)
 
         one.send(*said)
 
-        assert died.get(timeout=20) == "node 1 sent a message that the leader does not understand"
+        assert died.get(timeout=60) == "node 1 sent a message that the leader does not understand"
         two.send(b"B", msgspec.json.encode(NodeHeartbeat(rank=4, silent_s=60.0)))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while nodes.silence()[0] != 4:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -27,7 +27,7 @@ async def test_a_stream_brings_all_tokens_in_order_and_one_end():
 
 
 @asynchronous
-async def test_what_comes_is_told_in_the_call_that_brings_it_and_taken_without_waiting():
+async def test_what_comes_is_announced_in_the_call_that_brings_it_and_taken_without_waiting():
     async with serving(counting) as (client, engine):
         engine.hold = True
         stream = client.submit(generate())

@@ -216,7 +216,7 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
             GGUFFile.open(str(path))
 
 
-def test_what_a_file_that_is_no_model_holds_is_not_told(tmp_path):
+def test_what_a_file_that_is_no_model_holds_is_not_shown(tmp_path):
     (tmp_path / "passwd").write_bytes(b"root:x:0:0:root:/root:/bin/sh\n")
     with pytest.raises(ModelError, match="does not start with GGUF") as caught:
         GGUFFile.open(str(tmp_path / "passwd"))

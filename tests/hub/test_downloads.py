@@ -223,7 +223,7 @@ fetch(LoadConfig({SOURCE.source!r}), read_environment())
     while not part.exists() or part.stat().st_size < 100_000:
         assert child.poll() is None
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=30)
+    _, said = child.communicate(timeout=60)
     assert "stopped at 100 kB of 300 kB of model.gguf; run the same command to resume" in said
     assert Path(fetch(SOURCE, hub.environment(tmp_path))).read_bytes() == BODY
     assert hub.ranges()[-1] == "bytes=100000-"

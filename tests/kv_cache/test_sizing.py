@@ -115,7 +115,7 @@ def test_a_micro_batch_bounds_what_runs_at_once():
     assert running("--pp-max-micro-batch-size", "9", "--max-running-requests", "5") == 5
 
 
-def test_window_layers_keep_every_position_when_told_so():
+def test_window_layers_keep_every_position_when_a_flag_asks_for_it():
     laid = [
         plan_memory(
             settled("--max-total-tokens", "4096", *flags).cache,

@@ -44,7 +44,7 @@ def test_a_ratio_decides_what_states_take(free: int) -> None:
         assert 0.97 * free // 4 < laid.cache_bytes <= free // 4 + STATES.page_bytes + MIB
 
 
-def test_as_many_states_are_held_as_told() -> None:
+def test_as_many_states_are_held_as_the_flag_says() -> None:
     laid = plan("--max-mamba-cache-size", "21", "--max-total-tokens", "4096")
     assert shares(laid) == (21, 256)
     assert laid.max_running == 21, "each running request needs one"

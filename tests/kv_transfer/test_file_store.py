@@ -301,7 +301,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_pages_only(tmp_path):
         command = [sys.executable, "-c", WRITER, str(folder)]
         writer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
         assert writer.stdout.readline() == b"ready\n"
-        wait_until(lambda: files(folder), 30, "a first page")
+        wait_until(lambda: files(folder), 60, "a first page")
         time.sleep(delay_s)  # the moment of the blow is what differs
         writer.send_signal(signal.SIGKILL)
         writer.wait()

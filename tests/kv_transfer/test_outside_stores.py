@@ -110,7 +110,7 @@ def test_another_one_finds_large_pages_and_another_model_none(scene: Scene) -> N
     ],
     ids=["short", "a bit", "its kind", "its name", "a word"],
 )
-def test_what_is_not_the_page_is_told_and_removed(scene: Scene, change) -> None:
+def test_what_is_not_the_page_is_reported_and_removed(scene: Scene, change) -> None:
     store = scene.open(identity(4))
     store.write(name(1), page(1, SIZE))
     scene.spoil(store, name(1), change)
@@ -176,7 +176,7 @@ def test_what_does_not_fit_in_the_memory_that_is_lent_is_refused_or_evicted() ->
         ({"master_server_address": "x", "global_segment_size": 0, "fsync": True}, "no 'fsync'"),
     ],
 )
-def test_what_mooncake_is_told_is_read_or_refused_by_name(extra, told, monkeypatch) -> None:
+def test_each_option_of_mooncake_is_read_or_refused_by_name(extra, told, monkeypatch) -> None:
     monkeypatch.setattr("banyan.kv_transfer.mooncake_store._client_kind", lambda: object)
     with pytest.raises(ConfigError, match=told):
         open_mooncake_store(StoreOptions(MODEL, [SIZE], extra))

@@ -90,7 +90,7 @@ def spec_of(*flags: str, adapters: tuple[str, ...] = ()):
     )
 
 
-def test_no_more_adapters_run_at_once_than_told() -> None:
+def test_no_more_adapters_run_at_once_than_the_limit() -> None:
     spec = spec_of("--max-loras-per-batch", "2", adapters=tuple("abcd"))
     lora_pool = Rack(spec=spec)
     for number, name in enumerate("abcdabcd"):

@@ -52,7 +52,7 @@ def resolved(*words: str):
         ("--speculative-num-steps 2 --speculative-eagle-topk 1", 2),
     ],
 )
-def test_a_model_drafts_three_tokens_unless_told_otherwise(models, words: str, drafts: int):
+def test_a_model_drafts_three_tokens_by_default(models, words: str, drafts: int):
     assert resolved(*models(), *words.split()).speculative.drafts == drafts
 
 

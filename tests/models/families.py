@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from tests.models.family_experts import EXPERTS
+from tests.models.family_others import OTHERS
 from tests.models.family_sizes import LINEAR, LONGROPE, SCALED, SEES, SIZES, WINDOW, YARN
 from tests.models.family_states import STATES
 
@@ -102,11 +103,12 @@ def tiny(variant: str, folder: Path, weights: float = 0.2, **more):
         weights: their standard deviation; less where rows are wider.
         more: further keys of its configuration.
     """
-    family, changes = (VARIANTS | EXPERTS | STATES)[variant]
+    family, changes = (VARIANTS | EXPERTS | STATES | OTHERS)[variant]
     changes = changes | more
     torch.manual_seed(11)
     config = _config(family, {**SIZES, **changes})
-    config._attn_implementation = "eager"  # the one that knows soft caps
+    # Eager attention knows soft caps; Falcon's adds ALiBi twice.
+    config._attn_implementation = "sdpa" if family == "Falcon" else "eager"
     config._experts_implementation = "eager"  # the one that takes any width
     sees = config.get_text_config() is not config
     of = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM

@@ -142,7 +142,7 @@ def test_what_travels_at_once_has_room() -> None:
         ((*DEEPEP, "--tp", "4", "--deepep-mode", "normal"), "24", f"{LIMIT} is set but has no"),
     ],
 )
-def test_what_has_no_effect_is_told(flags, limit, match) -> None:
+def test_what_has_no_effect_is_reported(flags, limit, match) -> None:
     config = config_with(*flags, limit=limit)
     told = list(ignored_flags(config, {"experts.a2a": "", "experts.a2a_mode": ""}, NOTHING))
     [line] = [line for line in told if "a2a" in line or "deepep" in line.lower()]

@@ -25,15 +25,15 @@ def path():
 
 
 @pytest.fixture(scope="session")
-def emulated_path(pytestconfig):
+def emulated_path():
     compiler = next(compilers(), None)
     if compiler is None or machine_isa() == "base":
         pytest.skip("wider machines are emulated with AVX2 and a C++ compiler")
-    return cached_emulation(compiler.words, pytestconfig.cache.mkdir("emulated"))
+    return cached_emulation(compiler.words)
 
 
 @pytest.fixture(scope="session")
-def lower_path(path, request, pytestconfig):
+def lower_path(path, request):
     """A library that runs lower instruction sets than the machine's best, too: the emulating one,
     where it is needed anyway."""
     if machine_isa() != ISAS[-1]:
@@ -41,7 +41,7 @@ def lower_path(path, request, pytestconfig):
     compiler = next(compilers(), None)
     if compiler is None:
         pytest.skip("no C++ compiler is here")
-    return cached_native(compiler.words, pytestconfig.cache.mkdir("native"))
+    return cached_native(compiler.words)
 
 
 def beside_the_best(isa: str) -> list[tuple[str, int]]:

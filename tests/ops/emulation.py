@@ -23,6 +23,10 @@ from banyan.ops.cpu.build import (
 )
 
 HERE = Path(__file__).parent / "csrc"
+CACHE = Path.home() / ".cache" / "banyan" / "test-kernels"
+"""Where libraries are kept, so that a fresh clone does not build them again."""
+KEPT = 8
+"""The newest that are."""
 _WIDE = ("avx512", "vnni", "amx")
 _QUICK_TO_COMPILE = ("linear_vnni", "linear_amx")
 """Many templates of long unrolled loops: optimised, they take twenty times as long to compile."""
@@ -32,27 +36,31 @@ _LEFT_OUT = ("probe", "attention_pairs")
 """The speed of a machine is not probed in an emulation of it, which has no bf16."""
 
 
-def cached_emulation(compiler: tuple[str, ...], folder: Path) -> Path:
-    """The emulating library, built unless `folder` holds that of these sources."""
+def cached_emulation(compiler: tuple[str, ...]) -> Path:
+    """The emulating library, built unless the cache holds that of these sources."""
     assert machine_isa() != "base", "the emulation needs AVX2"
-    return _cached(compiler, folder, is_emulated=True)
+    return _cached(compiler, is_emulated=True)
 
 
-def cached_native(compiler: tuple[str, ...], folder: Path) -> Path:
-    """The library for this machine, built unless `folder` holds that of these sources."""
-    return _cached(compiler, folder, is_emulated=False)
+def cached_native(compiler: tuple[str, ...]) -> Path:
+    """The library for this machine, built unless the cache holds that of these sources."""
+    return _cached(compiler, is_emulated=False)
 
 
-def _cached(compiler: tuple[str, ...], folder: Path, is_emulated: bool) -> Path:
+def _cached(compiler: tuple[str, ...], is_emulated: bool) -> Path:
     digest = hashlib.sha256(repr((compiler, is_emulated)).encode())
     for source in (*sorted(SOURCES.iterdir()), *sorted(HERE.iterdir()), Path(__file__)):
         digest.update(source.read_bytes())
-    library = folder / f"{digest.hexdigest()[:16]}.so"
-    with (folder / "lock").open("w") as lock:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    library = CACHE / f"{digest.hexdigest()[:16]}.so"
+    with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two test processes one builds it
         if not library.is_file():
-            with tempfile.TemporaryDirectory(dir=folder) as work:
+            with tempfile.TemporaryDirectory(dir=CACHE) as work:
                 os.replace(_build(compiler, Path(work), is_emulated), library)
+            newest_last = sorted(CACHE.glob("*.so"), key=lambda path: path.stat().st_mtime)
+            for path in newest_last[:-KEPT]:
+                path.unlink()
     return library
 
 

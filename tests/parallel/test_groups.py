@@ -75,7 +75,7 @@ def test_our_own_collectives_can_be_left_out(monkeypatch):
             open_model(config_of("--tp", "2", *flags), MODEL_CONFIG, 0, "", Phases(WallClock()))
 
 
-def test_a_rank_waits_for_the_others_as_long_as_told(monkeypatch):
+def test_a_rank_waits_for_the_others_as_long_as_the_limit(monkeypatch):
     """The groups are opened with the timeout of the flag."""
 
     def wait(config):

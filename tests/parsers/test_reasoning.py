@@ -25,9 +25,26 @@ from banyan.parsers.tool_calls import TOOL_PARSERS
 from tests.support.tool_outputs import TOOLS, WRITERS, Call, damaged, split, text
 
 CASES = int(os.environ.get("PARSER_CASES", "120"))
-TAGS = {"kimi": ("◁think▷", "◁/think▷")}
+TAGS = {
+    "apertus2509": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": ("<|channel>thought", "<channel|>"),
+    "granite": ("Here is my thought process:", "Here is my response:"),
+    "kimi": ("◁think▷", "◁/think▷"),
+    "minimax-m3": ("<mm:think>", "</mm:think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+}
+AROUND = {
+    "cohere_command3": ("<|START_TEXT|>", "<|END_TEXT|>"),
+    "ernie45": ("<response>", "</response>"),
+    "hunyuan_a13b": ("<answer>", "</answer>"),
+}
 ALWAYS = ("deepseek-r1", "qwen3-thinking", "step3")
-NAMES = REASONING_PARSERS.names()
+NAMES = list(
+    {id(REASONING_PARSERS.load(n)): n for n in reversed(REASONING_PARSERS.names())}.values()
+)
+"""One name of each format."""
 
 
 def parse(name: str, pieces: list[str], starts_inside: bool = False) -> dict[SegmentKind, str]:
@@ -43,6 +60,7 @@ def written(name: str, thought: str, said: str) -> str:
         opening = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
         return (opening if thought else "") + f"<|channel|>final<|message|>{said}<|return|>"
     start, end = TAGS.get(name, ("<think>", "</think>"))
+    said = said.join(AROUND.get(name, ("", "")))
     return f"{start}\n{thought}\n{end}\n\n{said}" if thought else said
 
 
@@ -159,6 +177,20 @@ def test_thinking_that_is_not_streamed_comes_in_one_piece() -> None:
         ("<|tool_call_argument_begin|>", "kimi_k2", "none"),
         ("<steptml:invoke name=><think>", "step3", "step3"),
         ("[INST] [TOOL_CALLS]", "mistral", "none"),
+        ("[SYSTEM_PROMPT][THINK][/THINK][TOOL_CALLS]", "mistral", "mistral"),
+        ("<minimax:tool_call><invoke name=><think></think>", "minimax-m2", "qwen3"),
+        ("<seed:think><seed:tool_call>\n<function=x>", "seed_oss", "seed_oss"),
+        ("<｜DSML｜tool_calls></think>", "deepseekv4", "qwen3"),
+        ("<｜DSML｜ calls></think>", "deepseekv41", "qwen3"),
+        ("<｜DSML｜function_calls></think>", "deepseekv32", "qwen3"),
+        ("<|START_THINKING|><|START_ACTION|>", "cohere_command4", "cohere_command4"),
+        ("<|inner_prefix|><|tools_prefix|>", "apertus2509", "apertus2509"),
+        ("<|channel>thought<|tool_call>call:<tool_call|>", "gemma4", "gemma4"),
+        ("<|tool_call_start|>", "lfm2", "none"),
+        ("<tool_calls><tool_call>x<tool_sep><arg_key><think></think>", "hunyuan", "qwen3"),
+        ("<function_calls></think>", "olmo3", "qwen3"),
+        ("</think><answer><tool_calls>", "jamba", "hunyuan_a13b"),
+        ("</think><response><tool_call>", "qwen25", "ernie45"),
         ("<|im_start|>{{ message.content }}<|im_end|>", "none", "none"),
     ],
 )

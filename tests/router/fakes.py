@@ -12,6 +12,7 @@ from banyan.config.schema import ServerConfig
 from banyan.router.config import HealthConfig, RetryConfig, RouterConfig, WorkerSpec
 from banyan.router.health import HealthMonitor
 from banyan.router.lifecycle import open_metrics
+from banyan.router.models import ModelHost, ModelServers
 from banyan.router.routes import create_app
 from banyan.router.state import AdmissionLimiter, RouterState
 from banyan.router.worker_pool import WorkerPool
@@ -143,25 +144,32 @@ class Routed:
 
 BASE = RouterConfig(
     server=ServerConfig(port=0),
-    health=HealthConfig(interval_s=0.1, first_interval_s=0.05, timeout_s=1.0),
+    health=HealthConfig(interval_s=0.1, first_interval_s=0.05, timeout_s=60.0),
     retry=RetryConfig(first_pause_s=0.01, longest_pause_s=0.02),
 )
 
 
 @contextlib.asynccontextmanager
 async def router(
-    specs: list[WorkerSpec], config: RouterConfig = BASE, ready: bool = True, key: str = ""
+    specs: list[WorkerSpec],
+    config: RouterConfig = BASE,
+    ready: bool = True,
+    key: str = "",
+    host: ModelHost | None = None,
 ) -> AsyncIterator[Routed]:
     """A router over sockets; `ready` waits until every worker is well."""
     config = replace(config, pool=replace(config.pool, workers=tuple(specs)))
     pool = WorkerPool(config)
-    state = RouterState(config, pool, AdmissionLimiter(config.limits), open_metrics(config, pool))
+    models = None if host is None else ModelServers(config, pool, host)
+    metrics = open_metrics(config, pool)
+    state = RouterState(config, pool, AdmissionLimiter(config.limits), metrics, models)
     app = create_app(state)
     listener = bind(config.server)
     port = listener.getsockname()[1]
     web = web_server(app, 30, 1.0)
     serving = asyncio.create_task(web.serve([listener]))
     watch = asyncio.create_task(HealthMonitor(config, pool).run())
+    tasks = [watch] if models is None else [watch, asyncio.create_task(models.run())]
     headers = {"authorization": f"Bearer {key}"} if key else {}
     url = f"http://127.0.0.1:{port}"
     try:
@@ -176,11 +184,12 @@ async def router(
                 await until(lambda: all(w.is_well for w in pool.workers))
             yield Routed(state, http, url, port)
     finally:
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
         web.should_exit = True
         web.force_exit = True
         app.end_all("the test is over")
-        await asyncio.gather(serving, watch, return_exceptions=True)
+        await asyncio.gather(serving, *tasks, return_exceptions=True)
         listener.close()
 
 

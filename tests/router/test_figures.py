@@ -91,7 +91,7 @@ async def test_a_stream_of_a_worker_that_is_stopped_ends_with_one_error() -> Non
         writer.write(STREAM_HEAD + chunk(b"data: 1\n\n"))
         await asyncio.sleep(60)
 
-    health = HealthConfig(interval_s=0.05, first_interval_s=0.05, timeout_s=0.2, failures=2)
+    health = HealthConfig(interval_s=0.05, first_interval_s=0.05, timeout_s=1.0, failures=2)
     config = replace(COUNTED, health=health)
     async with workers(stops) as (worker,), router(specs([worker]), config) as it:
         got = b""

@@ -192,7 +192,7 @@ async def test_a_worker_that_does_not_answer_its_check_loses_what_it_has() -> No
     ) -> None:
         await asyncio.sleep(60)
 
-    health = HealthConfig(interval_s=0.05, first_interval_s=0.05, timeout_s=0.2, failures=2)
+    health = HealthConfig(interval_s=0.05, first_interval_s=0.05, timeout_s=1.0, failures=2)
     config = replace(ROUND, health=health)
     async with workers(hangs, says(whole(b'"good"'))) as some, router(specs(some), config) as it:
         asking = asyncio.create_task(it.http.post("/generate", json={}))

@@ -188,7 +188,7 @@ async def test_a_client_that_leaves_ends_both_sides() -> None:
         await until(lambda: all(w.open == 0 for w in it.state.pool.workers))
 
 
-async def test_nobody_on_one_side_is_told_by_its_name() -> None:
+async def test_a_side_without_workers_is_reported_by_its_name() -> None:
     async with workers(GOOD) as (prefill,):
         async with router([WorkerSpec(prefill.url, "prefill")], PAIRED) as it:
             answer = await it.http.post("/generate", json={"text": "a"})
@@ -220,7 +220,7 @@ async def test_what_pairs_do_not_share_is_refused_and_facts_come_from_one() -> N
         assert len(prefill.requests) == 2
 
 
-async def test_facts_are_told_by_pool() -> None:
+async def test_facts_are_grouped_by_pool() -> None:
     infos = [says(whole(b'{"internal_states":[{"n":%d}],"at":%d}' % (n, n))) for n in range(3)]
     async with pools(infos[:1], infos[1:]) as (_, _, it):
         info = (await it.http.get("/get_server_info")).json()
@@ -234,7 +234,7 @@ async def test_a_body_that_is_no_object_is_refused_before_anybody_is_asked() -> 
             assert (await it.http.post("/generate", content=body)).status_code == 400
 
 
-async def test_without_retries_a_loss_is_told_at_once() -> None:
+async def test_without_retries_a_loss_is_reported_at_once() -> None:
     config = replace(PAIRED, retry=RetryConfig(is_off=True))
     async with workers(dies, hangs) as some:
         specs = [WorkerSpec(some[0].url, "prefill"), WorkerSpec(some[1].url, "decode")]

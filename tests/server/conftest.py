@@ -38,5 +38,5 @@ def site(shared_site: Site) -> Site:
 
 @pytest.fixture
 def http(site: Site) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=site.url, timeout=10, verify=False) as client:  # no certificates
+    with httpx.Client(base_url=site.url, timeout=60, verify=False) as client:  # no certificates
         yield client

@@ -20,6 +20,7 @@ from banyan.config.schema import CacheConfig, Config, LoadConfig, ObserveConfig,
 from banyan.engine_client.client import Health, Replica
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import NO_SCORES
+from banyan.messages.spans import check_spans
 from banyan.model_config.model_config import ModelConfig
 from banyan.requests.admission import check_budget
 from banyan.requests.generation import Finish, TextChunk, TokenScore, Usage
@@ -30,6 +31,7 @@ from banyan.server.http.listen import bind, connections
 from banyan.server.routes import create_app
 from banyan.server.state import ServerState, Service
 from banyan.tokenizer.tokenizer import Tokenizer, TokenizerFacts
+from tests.support import pictures
 from tests.support.scripted import scripted
 
 TEMPLATE = (
@@ -238,12 +240,12 @@ class Site:
         )
         thread.start()
         try:
-            with httpx.Client(base_url=self.url, timeout=10, verify=False) as self.http:
+            with httpx.Client(base_url=self.url, timeout=60, verify=False) as self.http:
                 yield self
         finally:
             self.call(self.app.end_all, "The test is over.")
             web.should_exit = True
-            thread.join(10)
+            thread.join(60)
             listener.close()
 
     def call(self, function: Callable[..., object], *args: object) -> None:
@@ -254,7 +256,54 @@ class Site:
             if inspect.isawaitable(found):
                 await found
 
-        asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+
+
+PICTURE_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}[" + pictures.PAD + "]"
+    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}<|assistant|>"
+)
+
+
+class Eyes:
+    """A site whose model takes pictures."""
+
+    def __init__(self, site: Site, **options: object) -> None:
+        tokenizer = pictures.byte_tokenizer(*SPECIAL, pictures.PAD)
+        self.pad = tokenizer.token_to_id(pictures.PAD)
+        assert self.pad is not None
+        media = pictures.media_service(tokenizer, **options)
+        limits = replace(
+            site.service.limits, vocab_size=256 + len(SPECIAL) + 1, media_ids=(self.pad,)
+        )
+        site.generator.limits = limits
+        site.service = replace(
+            site.service,
+            tokenizer=tokenizer,
+            chat=load_chat(tokenizer, PICTURE_TEMPLATE),
+            media=media,
+            limits=limits,
+        )
+        site.state.service = site.service
+        self.site, self.media = site, media
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        return self.site.http.post(path, json=body)
+
+    def asked(self, path: str, body: object) -> RequestSpec:
+        """The request that reaches the engine."""
+        answer = self.post(path, body)
+        assert answer.status_code == 200, answer.text
+        found = self.site.generator.asked.pop()
+        check_spans(found.message.tokens, found.message.spans, found.message.contents)
+        return found
+
+    def refusal(self, path: str, body: object) -> str:
+        answer = self.post(path, body)
+        assert 400 <= answer.status_code < 500, (answer.status_code, answer.text[:300])
+        assert not self.site.generator.asked
+        return answer.text
 
 
 def refusal(status: int, text: str = "refused by the engine") -> Finish:

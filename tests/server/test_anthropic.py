@@ -38,7 +38,7 @@ def model(site: Site) -> Site:
 
 @pytest.fixture
 def client(site: Site) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0, timeout=10)
+    return anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0, timeout=60)
 
 
 def body(**fields: object) -> dict[str, object]:
@@ -57,7 +57,7 @@ def ask(site: Site, stream: bool, **fields: object) -> dict[str, object]:
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "text/event-stream"
     check_order(answer.text)
-    client = anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0, timeout=10)
+    client = anthropic.Anthropic(base_url=site.url, api_key="any", max_retries=0, timeout=60)
     with client.messages.stream(**asked) as events:
         return events.get_final_message().model_dump(mode="json")
 
@@ -446,7 +446,7 @@ def test_bad_requests_are_refused_in_the_api_s_words(
     assert words in refused.value.body["error"]["message"]
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_know(
+def test_a_prompt_that_is_too_long_is_reported_in_the_words_that_agents_know(
     client: anthropic.Anthropic,
 ) -> None:
     turns = [{"role": "user", "content": "x" * 5000}]
@@ -493,7 +493,7 @@ def test_a_large_body_is_refused_in_the_api_s_words() -> None:
         assert refused.value.body["error"]["type"] == "request_too_large"
 
 
-def test_both_headers_of_the_key_are_taken_and_a_wrong_key_is_told() -> None:
+def test_both_headers_of_the_key_are_taken_and_a_wrong_key_is_reported() -> None:
     with Site(ServerConfig(api_key="right")).serving() as site:
         for given in ({"api_key": "right"}, {"auth_token": "right"}):
             client = anthropic.Anthropic(base_url=site.url, max_retries=0, **given)
@@ -521,5 +521,5 @@ def test_a_client_that_leaves_ends_its_request() -> None:
         site.generator.hold_after = 1
         with site.http.stream("POST", PATH, json=body(stream=True)) as answer:
             next(answer.iter_lines())
-        assert site.generator.closed.acquire(timeout=10)
+        assert site.generator.closed.acquire(timeout=60)
         assert not site.generator.open

@@ -45,7 +45,7 @@ def client(site: Site) -> Iterator[openai.OpenAI]:
 def stop_work(site: Site) -> None:
     """End the work on batches as a server that shuts down does."""
     site.call(site.state.storage.close)
-    wait_until(lambda: not site.state.storage.batches.num_working, 10, "the batch to stop")
+    wait_until(lambda: not site.state.storage.batches.num_working, 60, "the batch to stop")
 
 
 def test_every_line_is_answered_once(client: openai.OpenAI) -> None:
@@ -110,7 +110,7 @@ def test_responses_are_an_endpoint_too_and_are_in_the_file_alone(
     ],
     ids=["zip", "csv", "utf-16", "deep", "long line", "a million lines", "blank lines"],
 )
-def test_what_is_no_batch_is_told_by_its_lines(content: bytes, num_faults: int) -> None:
+def test_what_is_no_batch_is_reported_by_its_lines(content: bytes, num_faults: int) -> None:
     lines, faults = read_lines(content)
     assert not lines and num_faults <= len(faults) <= MAX_FAULTS
     assert all(len(fault.message) < 300 for fault in faults)
@@ -162,7 +162,7 @@ def test_an_impossible_batch_is_refused(client: openai.OpenAI) -> None:
 def test_a_cancelled_batch_keeps_what_was_answered(site: Site, client: openai.OpenAI) -> None:
     site.generator.hold_after = 1
     batch = begin(client, [line(f"l{i}") for i in range(9)])
-    assert site.generator.started.acquire(timeout=10)
+    assert site.generator.started.acquire(timeout=60)
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
     batch = ended(client, batch)
     assert batch.status == "cancelled" and batch.request_counts.completed == 0
@@ -175,7 +175,7 @@ def test_a_batch_takes_no_more_than_half_of_the_seats(site: Site, client: openai
     site.generator.hold_after = 0
     begin(client, [line(f"l{i}") for i in range(50)])
     for _ in range(4):
-        assert site.generator.started.acquire(timeout=10)
+        assert site.generator.started.acquire(timeout=60)
     assert len(site.generator.open) == site.service.ready.max_running // 2
 
 
@@ -206,7 +206,7 @@ def test_a_batch_waits_while_others_have_all_seats(site: Site, client: openai.Op
     held = site.state.open.holding(others, b"")
     site.call(held.__enter__)
     batch = begin(client, [line("a")])
-    wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress", 20, "its start")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress", 60, "its start")
     assert client.models.list().data and not site.generator.asked
     site.call(held.__exit__, None, None, None)
     assert ended(client, batch).request_counts.completed == 1
@@ -253,7 +253,7 @@ def test_an_unfinished_batch_goes_on_at_the_next_start(tmp_path: Path) -> None:
         batch = begin(client, [line(f"l{i}") for i in range(12)])
         wait_until(
             lambda: held[0] and client.batches.retrieve(batch.id).request_counts.completed > 0,
-            20,
+            60,
             "some lines to be answered",
         )
         first.call(first.state.storage.close)
@@ -317,7 +317,7 @@ def test_a_line_on_which_the_engine_dies_twice_has_failed_and_the_others_go_on(
             else:
                 site.call(resume_batches, site.state)
             store = site.state.storage.batches
-            wait_until(lambda s=store: s.work and not s.num_working, 20, "the work's end")
+            wait_until(lambda s=store: s.work and not s.num_working, 60, "the work's end")
             assert bool(site.state.dead) == (start < 2)
             asked.append([site.tokenizer.decode(r.prompt) for r in site.generator.asked])
             found = client.batches.retrieve(batch.id)
@@ -344,7 +344,7 @@ def test_another_model_leaves_an_unfinished_batch_alone(
 ) -> None:
     site.generator.hold_after = 0
     batch = begin(client, [line("a")])
-    assert batch.model == "tiny" and site.generator.started.acquire(timeout=10)
+    assert batch.model == "tiny" and site.generator.started.acquire(timeout=60)
     stop_work(site)
     tiny = site.state.config
     site.state.config = replace(tiny, model=replace(tiny.model, served_name="other"))
@@ -360,7 +360,7 @@ def test_another_model_leaves_an_unfinished_batch_alone(
 def test_a_batch_of_another_model_can_be_cancelled(site: Site, client: openai.OpenAI) -> None:
     site.generator.hold_after = 0
     batch = begin(client, [line("a")])
-    assert site.generator.started.acquire(timeout=10)
+    assert site.generator.started.acquire(timeout=60)
     stop_work(site)
     model = replace(site.state.config.model, served_name="other")
     site.state.config = replace(site.state.config, model=model)
@@ -441,7 +441,7 @@ def test_a_full_disk_is_shown_and_the_batch_goes_on_when_there_is_room(
         found = client.batches.retrieve(batch.id).errors
         return [f"{e.code}: {e.message}" for e in found.data] if found else []
 
-    wait_until(errors, 20, "the full disk to show")
+    wait_until(errors, 60, "the full disk to show")
     assert client.batches.retrieve(batch.id).status in ("in_progress", "finalizing")
     is_over.set()
     is_full.clear()
@@ -487,7 +487,7 @@ def test_a_damaged_output_fails_its_batch_and_is_left_as_it_is(tmp_path: Path) -
         client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
         site.generator.hold_after = 0
         batch = begin(client, [line("a")])
-        wait_until(lambda: site.generator.asked, 20, "the line to run")
+        wait_until(lambda: site.generator.asked, 60, "the line to run")
         site.call(site.state.storage.close)
         site.call(site.state.storage.release)
     output = next(

@@ -27,7 +27,7 @@ def canary(site: Site) -> Iterator[None]:
     sung = threading.Event()
 
     def sing() -> None:
-        with httpx.Client(base_url=site.url, timeout=30) as http:
+        with httpx.Client(base_url=site.url, timeout=60) as http:
             while not over.is_set():
                 heard = ask(http, True, rid="canary")
                 if heard.said != ("Hello", "", [], "stop"):
@@ -36,14 +36,14 @@ def canary(site: Site) -> Iterator[None]:
 
     thread = threading.Thread(target=sing)
     thread.start()
-    sung.wait(30)
+    sung.wait(60)
     try:
         yield
     finally:
         sung.clear()
-        alive = sung.wait(30)
+        alive = sung.wait(60)
         over.set()
-        thread.join(30)
+        thread.join(60)
     assert alive and not wrong, wrong[:1]
     assert httpx.get(site.url + "/health").status_code == 200
 
@@ -189,8 +189,8 @@ def test_a_stream_that_loses_its_client_ends_its_request(site: Site) -> None:
     site.generator.hold_after = 2
     body = {"messages": USER, "stream": True, "tools": TOOLS}
     with (
-        httpx.Client(base_url=site.url, timeout=10) as client,
+        httpx.Client(base_url=site.url, timeout=60) as client,
         client.stream("POST", PATH, json=body) as answer,
     ):
         next(answer.iter_lines())
-    assert site.generator.closed.acquire(timeout=10)
+    assert site.generator.closed.acquire(timeout=60)

@@ -163,10 +163,10 @@ def test_lines_of_batches(site: Site) -> None:
 
     site.generator.hold_after = 1
     start("flood-key", 200)
-    wait_until(lambda: bool(site.generator.asked), 10, "the flood to begin")
+    wait_until(lambda: bool(site.generator.asked), 60, "the flood to begin")
     site.generator.hold_after = None
     start("next-key", 1)
-    wait_until(lambda: status("next-key") == "completed", 10, "the other batch to end")
+    wait_until(lambda: status("next-key") == "completed", 60, "the other batch to end")
     assert status("flood-key") == "in_progress"
 
 

@@ -144,18 +144,18 @@ def test_a_disk_that_hangs_holds_up_nobody_else(
 ) -> None:
     """The loop answers while a thread waits for the disk, whatever it waits for."""
     gate, reached = threading.Event(), threading.Event()
-    monkeypatch.setattr(Storage, "open", lambda _: (reached.set(), gate.wait(20)))
+    monkeypatch.setattr(Storage, "open", lambda _: (reached.set(), gate.wait(60)))
     config = config_of("--file-storage-path", str(folder)).server
     folder.mkdir()
     (folder / "lock").touch()
     with Site(config).serving() as site, ThreadPoolExecutor(1) as pool:
-        listing = pool.submit(httpx.get, f"{site.url}/v1/files", timeout=30)
+        listing = pool.submit(httpx.get, f"{site.url}/v1/files", timeout=60)
         try:
-            assert reached.wait(10)
+            assert reached.wait(60)
             assert site.http.get("/livez").status_code == 200
         finally:
             gate.set()
-        assert listing.result(20).status_code == 200
+        assert listing.result(60).status_code == 200
 
 
 def test_a_file_for_another_purpose_is_refused(client: openai.OpenAI) -> None:

@@ -197,10 +197,11 @@ def test_a_client_that_leaves_or_runs_out_of_time_aborts_its_request(served) -> 
     next(call)
     call.cancel()
     assert site.generator.closed.acquire(timeout=WAIT_S)
-    call = stub.Generate(asking(stream=True), timeout=0.3)
+    call = stub.Generate(asking(stream=True), timeout=2.0)
+    next(call)
     assert failure(call).code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert site.generator.closed.acquire(timeout=WAIT_S)
-    late = (("x-request-timeout", "0.2"),)
+    late = (("x-request-timeout", "1.0"),)
     call = stub.Generate(asking(stream=True), metadata=late, timeout=WAIT_S)
     error = failure(call)
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and "x-request-timeout" in str(error)

@@ -3,12 +3,15 @@
 import json
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.server.http import limits
+from banyan.server.http import exchange, limits
 from banyan.server.http.limits import MAX_KEYS, MAX_TEXTS, strict_json
+from tests.server.fakes import Site
 
 Parse = Callable[[bytes], object]
 
@@ -139,3 +142,45 @@ def test_bodies_that_take_long_are_refused_by_their_shape(body: bytes, why: str)
 def test_a_long_text_is_whole(stepped: Parse) -> None:
     for text in ("x" * 3_000_001, "\u4f60" * (1 << 20) + '\n"' + "y" * (1 << 20), "z" * (1 << 20)):
         assert stepped(json.dumps({"text": text}, ensure_ascii=False).encode()) == {"text": text}
+
+
+def test_large_bodies_are_parsed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, most = 0, 0
+    parse = exchange.json_object
+
+    def noted(body: bytes, media: str) -> object:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        found = parse(body, media)
+        at_once -= 1
+        return found
+
+    monkeypatch.setattr(exchange, "json_object", noted)
+    monkeypatch.setattr(exchange, "QUICK_BYTES", 1 << 20)
+    body = {"text": "x" * (2 << 20)}
+    with Site().serving() as site, ThreadPoolExecutor(6) as threads:
+        post = httpx.post
+        sent = [threads.submit(post, f"{site.url}/generate", json=body) for _ in range(12)]
+        assert {answer.result().status_code for answer in sent} == {400}  # longer than the context
+        assert httpx.post(f"{site.url}/generate", json={"text": "a"}).status_code == 200
+    assert most == 1
+
+
+class Counted(bytes):
+    """Bytes that note how many of them one call goes through."""
+
+    spans: list[int]
+
+    def count(self, mark: bytes, begin: int = 0, end: int | None = None) -> int:
+        stop = len(self) if end is None else min(end, len(self))
+        self.spans.append(stop - begin)
+        return super().count(mark, begin, stop)
+
+
+def test_marks_are_counted_in_pieces() -> None:
+    body = Counted(json.dumps({"text": "[" * 100 + "x" * (5 << 20), "n": [1, 2]}).encode())
+    body.spans = []
+    assert limits.json_object(body) == json.loads(bytes(body))
+    assert max(body.spans) <= 1 << 20 and len(body.spans) > 30
+    assert limits.count_of(body, b"[", b",") == bytes(body).count(b"[") + bytes(body).count(b",")

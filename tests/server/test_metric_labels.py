@@ -110,7 +110,7 @@ def test_lines_of_a_batch_count_under_the_labels_that_it_was_made_with(tmp_path:
         for batch in made:
             wait_until(
                 lambda batch=batch: client.batches.retrieve(batch.id).status == "completed",
-                20,
+                60,
                 "the batch to end",
             )
         assert ended(site) == {("a", ""): 1, ("", ""): 1}

@@ -45,7 +45,7 @@ def model(site: Site) -> Site:
 
 @pytest.fixture
 def client(site: Site) -> ollama.Client:
-    return ollama.Client(host=site.url, timeout=10)
+    return ollama.Client(host=site.url, timeout=60)
 
 
 class Heard:
@@ -66,7 +66,7 @@ def ask(site: Site, path: str, stream: bool, **fields: object) -> Heard:
     """The answer to one request; every line of it is checked."""
     shown = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
     body = {"model": "tiny", **shown, "stream": stream, **fields}
-    answer = httpx.post(site.url + path, json=body, timeout=10)
+    answer = httpx.post(site.url + path, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     kind = "application/x-ndjson" if stream else "application/json"
     assert answer.headers["content-type"] == kind

@@ -83,7 +83,7 @@ def test_what_cannot_be_logged_is_refused(http: httpx.Client, body: dict[str, st
     assert answer.status_code == 400 and next(iter(body)) in answer.json()["message"]
 
 
-def test_the_version_is_told(site: Site, http: httpx.Client) -> None:
+def test_the_version_is_printed(site: Site, http: httpx.Client) -> None:
     assert http.get("/version").json() == {"version": site.state.version}
 
 

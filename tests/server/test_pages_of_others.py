@@ -129,7 +129,7 @@ def test_a_text_and_its_hint_have_one_full_stop_between() -> None:
     assert str(RequestError("It is so.", hint="do this")) == "It is so. Do this"
 
 
-def test_a_body_that_is_no_json_is_told_the_header_that_is_missing(http: httpx.Client) -> None:
+def test_the_answer_to_a_body_that_is_no_json_names_the_missing_header(http: httpx.Client) -> None:
     form = http.post("/v1/chat/completions", data={"messages": "Hi"})
     assert form.status_code == 400
     assert "-H 'Content-Type: application/json'" in form.json()["message"]

@@ -2,76 +2,24 @@
 
 import base64
 from collections.abc import Iterator
-from dataclasses import replace
 
-import httpx
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.chat_template.template import load_chat
-from banyan.messages.spans import check_spans
 from banyan.requests.admission import check_spec
-from banyan.requests.request_spec import RequestSpec
-from tests.server.fakes import SPECIAL, Site
+from tests.server.fakes import Eyes, Site
 from tests.support.pictures import (
     PAD,
-    byte_tokenizer,
     data_url,
     host,
     hostile_files,
-    media_service,
     png,
 )
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}[" + PAD + "]"
-    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}<|assistant|>"
-)
 CHAT = "/v1/chat/completions"
 PICTURE = png(60, 40)
 URL = data_url(PICTURE)
 BASE64 = base64.b64encode(PICTURE).decode()
-
-
-class Eyes:
-    """A site whose model takes pictures."""
-
-    def __init__(self, site: Site, **options: object) -> None:
-        tokenizer = byte_tokenizer(*SPECIAL, PAD)
-        self.pad = tokenizer.token_to_id(PAD)
-        assert self.pad is not None
-        media = media_service(tokenizer, **options)
-        limits = replace(
-            site.service.limits, vocab_size=256 + len(SPECIAL) + 1, media_ids=(self.pad,)
-        )
-        site.generator.limits = limits
-        site.service = replace(
-            site.service,
-            tokenizer=tokenizer,
-            chat=load_chat(tokenizer, TEMPLATE),
-            media=media,
-            limits=limits,
-        )
-        site.state.service = site.service
-        self.site, self.media = site, media
-
-    def post(self, path: str, body: object) -> httpx.Response:
-        return self.site.http.post(path, json=body)
-
-    def asked(self, path: str, body: object) -> RequestSpec:
-        """The request that reaches the engine."""
-        answer = self.post(path, body)
-        assert answer.status_code == 200, answer.text
-        found = self.site.generator.asked.pop()
-        check_spans(found.message.tokens, found.message.spans, found.message.contents)
-        return found
-
-    def refusal(self, path: str, body: object) -> str:
-        answer = self.post(path, body)
-        assert 400 <= answer.status_code < 500, (answer.status_code, answer.text[:300])
-        assert not self.site.generator.asked
-        return answer.text
 
 
 @pytest.fixture(scope="module")

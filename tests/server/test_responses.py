@@ -321,7 +321,7 @@ def test_the_store_is_bounded(
 def test_a_background_response_is_polled(client: openai.OpenAI) -> None:
     made = client.responses.create(model="tiny", input="Hi", background=True)
     assert made.status == "queued"
-    wait_until(lambda: client.responses.retrieve(made.id).status == "completed", 10, "its end")
+    wait_until(lambda: client.responses.retrieve(made.id).status == "completed", 60, "its end")
     assert client.responses.retrieve(made.id).output_text == "Hello"
 
 
@@ -330,7 +330,7 @@ def test_a_background_response_is_cancelled_with_what_it_has(
 ) -> None:
     site.generator.hold_after = 1
     made = client.responses.create(model="tiny", input="Hi", background=True)
-    wait_until(lambda: client.responses.retrieve(made.id).output_text == "Hel", 10, "its start")
+    wait_until(lambda: client.responses.retrieve(made.id).output_text == "Hel", 60, "its start")
     ended = client.responses.cancel(made.id)
     assert ended.status == "cancelled" and ended.output_text == "Hel"
     assert not site.generator.open
@@ -355,16 +355,16 @@ def test_a_background_stream_can_be_taken_up_again(
 def test_a_deleted_background_response_ends(site: Site, client: openai.OpenAI) -> None:
     site.generator.hold_after = 1
     made = client.responses.create(model="tiny", input="Hi", background=True)
-    assert site.generator.started.acquire(timeout=10)
+    assert site.generator.started.acquire(timeout=60)
     client.responses.delete(made.id)
-    wait_until(lambda: not site.generator.open, 10, "its end")
+    wait_until(lambda: not site.generator.open, 60, "its end")
 
 
 def test_a_client_that_leaves_ends_its_response(site: Site, http: httpx.Client) -> None:
     site.generator.hold_after = 1
     with http.stream("POST", PATH, json={"input": "Hi", "stream": True}) as answer:
         next(answer.iter_lines())
-    wait_until(lambda: not site.generator.open, 10, "its end")
+    wait_until(lambda: not site.generator.open, 60, "its end")
 
 
 def test_input_tokens_are_counted(client: openai.OpenAI) -> None:

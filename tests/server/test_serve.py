@@ -49,11 +49,11 @@ class Process:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20, verify=False)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60, verify=False)
 
     def wait_line(self, part: str) -> None:
         """Wait for a log line that holds `part`."""
-        while (line := self._queue.get(timeout=20)) is not None:
+        while (line := self._queue.get(timeout=60)) is not None:
             self.lines.append(line)
             if part in line:
                 return
@@ -61,7 +61,7 @@ class Process:
 
     def end(self, timeout_s: float = 20.0) -> int:
         code = self.process.wait(timeout_s)
-        self._reader.join(10)
+        self._reader.join(60)
         return code
 
     def _read(self) -> None:
@@ -104,7 +104,7 @@ def stream(server: Process, num_tokens: int, first: threading.Barrier, out: list
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = (line for line in answer.iter_lines() if line)
         out.append(next(lines))
-        first.wait(20)
+        first.wait(60)
         out.extend(lines)
 
 
@@ -117,7 +117,7 @@ def start_streams(server: Process, count: int, num_tokens: int) -> tuple[list, l
     ]
     for thread in threads:
         thread.start()
-    first.wait(20)
+    first.wait(60)
     return threads, outs
 
 
@@ -185,7 +185,7 @@ def test_a_drain_lets_streams_end_and_refuses_new_requests(model: Path) -> None:
         refused = server.http.post("/generate", json={"text": "a"})
         assert refused.status_code == 503 and "retry-after" in refused.headers
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert server.end() == 0
     for out in outs:
         assert out[-1] == "data: [DONE]"
@@ -197,7 +197,7 @@ def test_streams_beyond_the_drain_time_get_a_last_event(model: Path) -> None:
         threads, outs = start_streams(server, 4, 4000)
         server.process.send_signal(signal.SIGTERM)
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert server.end() == 0
     for out in outs:
         assert out[-1] == "data: [DONE]"
@@ -211,9 +211,9 @@ def test_a_second_signal_or_an_interrupt_ends_at_once(model: Path, signals: tupl
         for number in signals:
             server.process.send_signal(number)
             server.wait_line(f"received {number.name}")
-        assert server.end(10) == 0
+        assert server.end(60) == 0
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
     assert all(out[-1] == "data: [DONE]" for out in outs)
 
 
@@ -224,7 +224,7 @@ def test_a_dead_engine_is_a_503_then_an_exit_with_its_own_code(model: Path) -> N
         answer = server.http.post("/v1/completions", json=deadly)
         assert answer.status_code == 503 and "SIGKILL" in answer.text
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         for path in ("/health", "/readyz"):
             assert server.http.get(path).status_code == 503
         assert server.http.post("/generate", json={"text": "a"}).status_code == 503
@@ -246,7 +246,7 @@ def test_an_engine_is_started_again_as_often_as_is_allowed(model: Path) -> None:
         answer = server.http.post("/v1/completions", json=DEADLY)
         assert answer.status_code == 503 and "SIGKILL" in answer.text
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         server.wait_line("is being started again (1 of 2): engine (pid 1) was killed by SIGKILL")
         server.wait_line(BACK)
         server.wait_line("is being started again (2 of 2)")
@@ -319,10 +319,10 @@ def test_a_server_listens_where_configured_and_nowhere_else() -> None:
     config = config_of("--host", "127.0.0.2", "--port", "0")
     with contextlib.closing(bind(config.server)) as listener:
         port = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.2", port), timeout=5):
+        with socket.create_connection(("127.0.0.2", port), timeout=60):
             pass
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=5)
+            socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 def test_an_address_of_no_machine_is_named() -> None:

@@ -198,10 +198,12 @@ async def deaths_borne(config: Config, most: int) -> int:
     supervisor = await opened(engines, config)
     keeping = asyncio.create_task(supervisor.keep())
     for death in range(most):
+        num_lives = len(engines.lives)
         engines.lives[-1].on_death("killed")
-        while supervisor.engines[0].health().progressing:
-            await asyncio.sleep(0.01)
-        while not keeping.done() and not supervisor.engines[0].health().progressing:
+        # Not by its health alone: it may be back before that is looked at.
+        while not keeping.done() and (
+            len(engines.lives) == num_lives or not supervisor.engines[0].health().progressing
+        ):
             await asyncio.sleep(0.01)
         if keeping.done():
             await closed(supervisor, keeping)

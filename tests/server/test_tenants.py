@@ -62,7 +62,7 @@ def test_a_request_is_ended_by_the_key_that_made_it_or_by_an_administrator(site:
     with site.http.stream("POST", "/generate", json=body, headers=ALICE) as open_:
         lines = open_.iter_lines()
         next(lines)
-        with httpx.Client(base_url=site.url, timeout=10) as other:
+        with httpx.Client(base_url=site.url, timeout=60) as other:
 
             def abort(by: dict[str, str], **what: object) -> int:
                 return other.post("/abort_request", json=what, headers=by).json()["aborted"]
@@ -85,7 +85,7 @@ def test_requests_of_several_keys_on_one_connection_are_answered_in_order() -> N
             return f"{head}\r\nAuthorization: Bearer {keys[number % 3]}\r\n\r\n{body}".encode()
 
         last = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", site.port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", site.port), timeout=60) as connection:
             connection.sendall(b"".join(map(written, range(30))) + last)
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
         namespaces = [request.message.namespace for request in site.generator.asked]

@@ -58,7 +58,7 @@ def serving(context: ssl.SSLContext | None) -> Iterator[int]:
         yield listener.getsockname()[1]
     finally:
         web.should_exit = True
-        thread.join(10)
+        thread.join(60)
         listener.close()
 
 
@@ -99,7 +99,7 @@ def test_a_key_may_have_a_password(tmp_path: Path) -> None:
             tls_context(config_of(*given, *wrong).server)
 
 
-def test_clients_must_show_a_certificate_when_told_so(tmp_path: Path) -> None:
+def test_clients_must_show_a_certificate_when_a_flag_asks_for_it(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     AUTHORITY.cert_pem.write_to_path(ca)
     with serving(tls_context(flags(tmp_path, "--ssl-ca-certs", str(ca)))) as port:
@@ -142,7 +142,7 @@ def test_another_certificate_is_taken_without_a_restart(tmp_path: Path, more, ca
         (("--ssl-certfile", __file__), "in PEM"),
     ],
 )
-def test_what_is_wrong_with_the_files_is_told(given, told) -> None:
+def test_what_is_wrong_with_the_files_is_reported(given, told) -> None:
     with pytest.raises(ConfigError, match=f"(?i){told}"):
         tls_context(config_of(*given).server)
 

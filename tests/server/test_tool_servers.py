@@ -84,7 +84,7 @@ def talking(site: Site) -> Iterator[Site]:
 
 def on(site: Site, work: Coroutine[object, object, T]) -> T:
     """Run on the server's loop."""
-    return asyncio.run_coroutine_threadsafe(work, site.loop).result(20)
+    return asyncio.run_coroutine_threadsafe(work, site.loop).result(60)
 
 
 def using(site: Site, *names: str) -> None:
@@ -411,7 +411,7 @@ def test_a_cancelled_response_leaves_no_call_behind(
         output = http.get(f"{PATH}/{made['id']}").json()["output"]
         return bool(output) and output[-1].get("status") == "calling"
 
-    wait_until(is_calling, 10, "the call")
+    wait_until(is_calling, 60, "the call")
     ended = http.post(f"{PATH}/{made['id']}/cancel", json={}).json()
     assert ended["status"] == "cancelled" and ended["output"][-1]["status"] == "incomplete"
 
@@ -456,7 +456,7 @@ class _LiarHandler(BaseHTTPRequestHandler):
         liar.num_asked += 1
         self.rfile.read(int(self.headers.get("content-length", "0")))
         if liar.way == "hangs":
-            liar.ended.wait(30)
+            liar.ended.wait(60)
             return
         self.close_connection = True
         self.send_response(307 if liar.elsewhere else 200)

@@ -11,7 +11,7 @@ from banyan.messages.sampling_params import SamplingParams
 def asynchronous(test):
     @wraps(test)
     def run(*args, **kwargs):
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
 
     return run
 

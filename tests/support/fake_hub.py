@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             self.close_connection = True
             if fault.stalls:
-                hub.ended.wait(30)
+                hub.ended.wait(60)
 
     def _sibling(self, name: str) -> dict[str, object]:
         body = self.server.files[name]

@@ -45,7 +45,7 @@ class Master:
         flags = (f"--rpc_port={port}", f"--metrics_port={free_port()}", "--logtostderr")
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self.master = subprocess.Popen([str(program), *flags], **quiet)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self._answers():
             assert time.monotonic() < deadline, "mooncake_master does not answer"
             time.sleep(0.05)

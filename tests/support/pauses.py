@@ -42,4 +42,4 @@ def go_on(server: Server) -> None:
 
 
 def wait_running(server: Server, count: int) -> None:
-    wait_until(lambda: server.stats()["running"] == count, 30, f"{count} running requests")
+    wait_until(lambda: server.stats()["running"] == count, 60, f"{count} running requests")

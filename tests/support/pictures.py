@@ -140,7 +140,7 @@ class Host:
             while not self.is_over.is_set():
                 handler.wfile.write(b"\0" * 65536)
         elif path == "/silent":
-            self.is_over.wait(30)
+            self.is_over.wait(60)
         elif path == "/headers":
             handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
             while not self.is_over.is_set():

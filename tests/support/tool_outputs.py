@@ -238,12 +238,134 @@ def gpt_oss(rng: random.Random, calls: list[Call], said: str) -> str:
     return "".join(parts)
 
 
-def pythonic(rng: random.Random, calls: list[Call], said: str) -> str:
-    inner = ", ".join(
-        f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})" for c in calls
-    )
+def python_list(rng: random.Random, calls: list[Call], said: str, tags: tuple[str, str]) -> str:
+    inner = ", ".join(_in_python(c) for c in calls)
     listed = f"[{inner}]"
-    return said + (f"<|python_start|>{listed}<|python_end|>" if rng.random() < 0.3 else listed)
+    return said + (f"{tags[0]}{listed}{tags[1]}" if rng.random() < 0.3 else listed)
+
+
+def _in_python(one: Call) -> str:
+    return f"{one.name}({', '.join(f'{k}={v!r}' for k, v in one.arguments.items())})"
+
+
+def pythonic(rng: random.Random, calls: list[Call], said: str) -> str:
+    return python_list(rng, calls, said, ("<|python_start|>", "<|python_end|>"))
+
+
+def lfm2(rng: random.Random, calls: list[Call], said: str) -> str:
+    return python_list(rng, calls, said, ("<|tool_call_start|>", "<|tool_call_end|>"))
+
+
+def olmo3(rng: random.Random, calls: list[Call], said: str) -> str:
+    lines = "\n".join(_in_python(c) for c in calls)
+    return f"{said}<function_calls>{rng.choice(['', chr(10)])}{lines}\n</function_calls>"
+
+
+def in_tags(opener: str, closer: str, arguments: str = "arguments") -> Writer:
+    """A list of JSON objects, or one object for each pair of tags."""
+
+    def write(rng: random.Random, calls: list[Call], said: str) -> str:
+        objects = [_envelope(rng, c, arguments) for c in calls]
+        if rng.random() < 0.5:
+            return f"{said}{opener}[\n{', '.join(objects)}\n]{closer}"
+        return said + "\n".join(f"{opener}\n{one}{closer}" for one in objects)
+
+    return write
+
+
+def command(rng: random.Random, calls: list[Call], said: str) -> str:
+    objects = [
+        f'{{"tool_call_id": "{n}", "tool_name": {json.dumps(c.name)}, '
+        f'"parameters": {dump(rng, c.arguments)}}}'
+        for n, c in enumerate(calls)
+    ]
+    return f"{said}<|START_ACTION|>[\n    {', '.join(objects)}\n]<|END_ACTION|>"
+
+
+def gigachat3(rng: random.Random, calls: list[Call], said: str) -> str:
+    opener = rng.choice(["function call<|role_sep|>\n", "<|function_call|>"])
+    return said + "<|message_sep|>".join(["", *(f"{opener}{_envelope(rng, c)}" for c in calls)])
+
+
+def apertus(rng: random.Random, calls: list[Call], said: str) -> str:
+    objects = [f"{{{json.dumps(c.name)}: {dump(rng, c.arguments)}}}" for c in calls]
+    return f"{said}<|tools_prefix|>[{', '.join(objects)}]<|tools_suffix|>"
+
+
+def xlam(rng: random.Random, calls: list[Call], said: str) -> str:
+    listed = f"[{', '.join(_envelope(rng, c) for c in calls)}]"
+    if not said and rng.random() < 0.5:
+        return listed
+    opener, closer = rng.choice(
+        [("```json\n", "\n```"), ("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", "")]
+    )
+    return f"{said}\n{opener}{listed}{closer}"
+
+
+def function_tags(outer: str) -> Writer:
+    def write(rng: random.Random, calls: list[Call], said: str) -> str:
+        written = qwen3_coder(rng, calls, said)
+        return written.replace("<tool_call>", f"<{outer}>").replace("</tool_call>", f"</{outer}>")
+
+    return write
+
+
+def invoke_tags(outer: str) -> Writer:
+    def write(rng: random.Random, calls: list[Call], said: str) -> str:
+        blocks = []
+        for one in calls:
+            lines = [
+                f'<parameter name="{k}">{_shown(rng, v)}</parameter>\n'
+                for k, v in one.arguments.items()
+            ]
+            blocks.append(f'<invoke name="{one.name}">\n{"".join(lines)}</invoke>\n')
+        return f"{said}\n<{outer}>\n{''.join(blocks)}</{outer}>"
+
+    return write
+
+
+def hunyuan(rng: random.Random, calls: list[Call], said: str) -> str:
+    blocks = []
+    for one in calls:
+        pairs = [
+            f"<arg_key>{k}</arg_key>\n<arg_value>{_shown(rng, v)}</arg_value>\n"
+            for k, v in one.arguments.items()
+        ]
+        blocks.append(f"<tool_call>{one.name}<tool_sep>\n{''.join(pairs)}</tool_call>\n")
+    return f"{said}<tool_calls>\n{''.join(blocks)}</tool_calls>"
+
+
+def iquest(rng: random.Random, calls: list[Call], said: str) -> str:
+    return glm45(rng, calls, said).replace("tool_call>", "iquest_tool_call>")
+
+
+def dsml(outer: str, space: str) -> Writer:
+    def write(rng: random.Random, calls: list[Call], said: str) -> str:
+        written = deepseekv32(rng, calls, said)
+        for name in ("invoke", "parameter", "function_calls"):
+            to = outer if name == "function_calls" else name
+            written = written.replace(f"｜DSML｜{name}", f"｜DSML｜{space}{to}")
+        return written
+
+    return write
+
+
+def gemma4(rng: random.Random, calls: list[Call], said: str) -> str:
+    def shown(item: object) -> str:
+        match item:
+            case str():
+                return f'<|"|>{item}<|"|>'
+            case list():
+                return "[" + ",".join(map(shown, item)) + "]"
+            case dict():
+                return "{" + ",".join(f'<|"|>{k}<|"|>:{shown(v)}' for k, v in item.items()) + "}"
+        return json.dumps(item)
+
+    blocks = []
+    for one in calls:
+        members = ",".join(f"{k}:{shown(v)}" for k, v in one.arguments.items())
+        blocks.append(f"<|tool_call>call:{one.name}{{{members}}}<tool_call|>")
+    return said + "".join(blocks)
 
 
 WRITERS: dict[str, Writer] = {
@@ -261,6 +383,27 @@ WRITERS: dict[str, Writer] = {
     "hermes": hermes,
     "pythonic": pythonic,
     "step3": step3,
+    "apertus2509": apertus,
+    "cohere_command4": command,
+    "deepseekv4": dsml("tool_calls", ""),
+    "deepseekv41": dsml("calls", " "),
+    "dots": invoke_tags("dots_function_call"),
+    "ernie45": in_tags("<tool_call>", "</tool_call>"),
+    "gemma4": gemma4,
+    "gigachat3": gigachat3,
+    "granite": in_tags("<|tool_call|>", ""),
+    "granite-20b-fc": in_tags("<function_call>", ""),
+    "hunyuan": hunyuan,
+    "interns1": in_tags("<|action_start|> <|plugin|>", "<|action_end|>", "parameters"),
+    "iquest_q1": iquest,
+    "jamba": in_tags("<tool_calls>", "</tool_calls>"),
+    "lfm2": lfm2,
+    "longcat": in_tags("<longcat_tool_call>", "</longcat_tool_call>"),
+    "minimax-m2": invoke_tags("minimax:tool_call"),
+    "olmo3": olmo3,
+    "phi4_mini_json": in_tags("functools", ""),
+    "seed_oss": function_tags("seed:tool_call"),
+    "xlam": xlam,
 }
 
 

@@ -77,7 +77,7 @@ def test_a_store_comes_and_goes_while_the_server_runs(
         assert not present(server)[0] and detach(server).status_code == 200
         assert http_ask(server)["meta_info"]["cached_tokens"] >= KEPT
         server.signal(signal.SIGTERM)
-        assert server.exit_code(30) == 0
+        assert server.exit_code(60) == 0
     with started(tiny_model, tmp_path / "2.log", *ranks) as server:
         assert attach(server, folder).status_code == 200
         first, second = http_ask(server), http_ask(server, OTHER)

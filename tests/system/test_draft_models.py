@@ -168,14 +168,14 @@ def test_the_demo_answers_as_without_a_copy_of_it_that_drafts(demo_model):
     bodies = [greedy, greedy | drawn | {"sampling_seed": 4}]
     flags = {"threads": 2, "log_level": "error", "max_total_tokens": 4096}
 
-    def told_by(engine: Engine) -> list[list[dict]]:
+    def reported_by(engine: Engine) -> list[list[dict]]:
         return [engine.generate(asked, body) for body in bodies]
 
     with Engine(model_path=str(demo_model), **flags) as engine:
-        right = [[told(each) for each in found] for found in told_by(engine)]
+        right = [[told(each) for each in found] for found in reported_by(engine)]
     named = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(demo_model)}
     with Engine(model_path=str(demo_model), **named, **flags) as engine:
-        found = told_by(engine)
+        found = reported_by(engine)
     assert [[told(each) for each in some] for some in found] == right
     metas = [each["meta_info"] for some in found for each in some]
     correct, made = (

@@ -101,12 +101,12 @@ def test_what_is_recorded_equals_the_choices_of_the_routers(layout, dense, tmp_p
     sparse = [layer for layer in (1, 3) if layer not in dense]
     assert np.flatnonzero(found.any(-1)).tolist() == sparse
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        whole = told_by(answer, layers=4, per_token=reference.config.num_experts_per_tok)
+        whole = reported_by(answer, layers=4, per_token=reference.config.num_experts_per_tok)
         for layer, ids in routed(reference, (prompt + answer["output_ids"])[:-1]).items():
             assert np.array_equal(whole[:, layer], ids.reshape(len(whole), -1).numpy())
 
 
-def told_by(answer: dict, layers: int, per_token: int) -> np.ndarray:
+def reported_by(answer: dict, layers: int, per_token: int) -> np.ndarray:
     text = answer["meta_info"]["routed_experts"]
     return np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, layers, per_token)
 

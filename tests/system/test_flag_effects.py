@@ -230,7 +230,7 @@ def test_smaller_pages_are_more_and_a_prefix_is_shared_to_the_token_in_all(
     assert (pages(), pages(page_size=4), pages(page_size=1)) == (128, 512, 2048)
 
 
-def test_the_cache_holds_as_many_tokens_as_it_is_told(tiny_model: Path) -> None:
+def test_the_cache_holds_as_many_tokens_as_the_flag_says(tiny_model: Path) -> None:
     with engine(tiny_model) as it:
         assert it.get_server_info()["max_total_num_tokens"] == 2048
 
@@ -301,7 +301,7 @@ def test_the_device_is_the_one_that_is_named(tiny_model: Path) -> None:
         pass
 
 
-def test_an_engine_has_as_many_threads_as_it_is_told(tiny_model: Path) -> None:
+def test_an_engine_has_as_many_threads_as_the_flag_says(tiny_model: Path) -> None:
     def threads(count: int) -> int:
         with Engine(str(tiny_model), threads=count, max_total_tokens=2048) as it:
             it.generate(input_ids=PROMPT, sampling_params=EIGHT)

@@ -68,7 +68,7 @@ def test_http_is_served_next_to_grpc(server: tuple[Server, httpx.Client]) -> Non
 
 def httpx_fails(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code != 200
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code != 200
     except httpx.HTTPError:
         return True
 

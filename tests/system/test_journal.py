@@ -37,7 +37,7 @@ def test_replaying_the_journal_of_20_mixed_requests_finds_no_difference(server, 
             assert list(pool.map(ask, range(20))) == [200] * 20
         assert settled(running.stats, 20)["retractions"] > 0
         subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
-        assert running.exit_code(10.0) == 0
+        assert running.exit_code(60.0) == 0
     report = replay(journal)
     assert report.returncode == 0, report.stdout + report.stderr
     print(report.stdout)

@@ -19,7 +19,7 @@ keys:
   - {name: shop, key: sk-shop}
 """
 ASKED = {"text": "One two", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
-ENDED_S = 30.0
+ENDED_S = 60.0
 
 
 def ask(server: Server, key: str, **more: object) -> int:

@@ -87,7 +87,7 @@ def test_a_reader_knows_what_the_cache_holds(told):
     found = running.facts()["kv_events"]
     assert found["endpoint"] == f"tcp://127.0.0.1:{port}" and found["block_size"] == 16
     with reader(zmq.SUB, port) as hearing:
-        wait_until(lambda: replayed(replay), 10, "the first batch")
+        wait_until(lambda: replayed(replay), 60, "the first batch")
         running.generate(**ASKED)
         topic, number, batch = hearing.recv_multipart()
     assert topic == b"kv" and len(number) == 8
@@ -112,7 +112,7 @@ def test_a_reader_knows_what_the_cache_holds(told):
             )
             >= sorted(stored["block_hashes"])
         ),
-        10,
+        60,
         "the removal to be told",
     )
 
@@ -126,7 +126,7 @@ def test_what_is_stored_of_an_adapter_says_whose_it_is(encoding, tiny_model, tmp
     with Engine(str(tiny_model), engine_mode="inprocess", **flags) as engine:
         for name in (None, *names, "sql"):
             engine.generate(**ASKED, lora_path=name)
-        wait_until(lambda: len(stored_of(replay, encoding)) >= 3, 10, "three prefixes")
+        wait_until(lambda: len(stored_of(replay, encoding)) >= 3, 60, "three prefixes")
         found = stored_of(replay, encoding)
     assert [event.get("lora_name") for event in found] == [None, *names]
     assert [event.get("lora_id") for event in found] == [None, *map(id_of, names)]
@@ -141,7 +141,7 @@ def stored_of(replay: int, encoding: str) -> list[dict]:
 def test_who_missed_some_gets_them_from_a_number_on(told):
     running, (_, replay), _ = told
     running.generate(**ASKED)
-    wait_until(lambda: len(replayed(replay)) >= 2, 10, "two batches")
+    wait_until(lambda: len(replayed(replay)) >= 2, 60, "two batches")
     everything = replayed(replay)
     assert [number for number, _ in everything] == list(range(len(everything)))
     assert replayed(replay, 1) == everything[1:]

@@ -498,7 +498,7 @@ def test_an_adapter_comes_and_leaves_under_load_and_a_new_engine_has_it_too(
     assert server.http.post("/load_lora_adapter", json=come).status_code == 200
     assert server.http.post("/unload_lora_adapter", json={"lora_name": "b"}).status_code == 200
     os.kill(server.engine_pid(), signal.SIGKILL)
-    wait_until(lambda: server.http.get("/readyz").status_code == 503, 30, "the loss to be seen")
+    wait_until(lambda: server.http.get("/readyz").status_code == 503, 60, "the loss to be seen")
     wait_until(lambda: server.http.get("/readyz").status_code == 200, 60, "the next engine")
     for name in ("a", "c", None):
         assert ids_of(server, name) == expected[name]

@@ -80,7 +80,7 @@ def test_requests_wait_until_all_memory_is_there_again(server):
     first = server.generate(**PROMPT)["output_ids"]
     release(server)
     asking = Asking(server, "The banyan sleeps", 20)
-    wait_until(lambda: server.stats()["waiting"] == 1, 30, "the request")
+    wait_until(lambda: server.stats()["waiting"] == 1, 60, "the request")
     ready = server.http.get("/ready")
     assert ready.status_code == 503 and "kv_cache, weights" in ready.text
     resume(server, "weights")

@@ -77,7 +77,7 @@ def test_a_client_who_leaves_is_counted_as_aborted(server):
     def is_counted():
         return figures(server)["num_aborted_requests_total"] > before["num_aborted_requests_total"]
 
-    wait_until(is_counted, 20, "the abort is counted")
+    wait_until(is_counted, 60, "the abort is counted")
     assert figures(server)["num_requests_total"] == before["num_requests_total"] + 1
 
 

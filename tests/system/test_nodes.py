@@ -59,8 +59,8 @@ def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
         assert first.http.post("/update_weights_from_disk", json=weights).status_code == 200
         assert outputs(first) == expected
         first.signal(signal.SIGTERM)
-        assert first.exit_code(20) == 0
-        assert other.exit_code(20) == 0, other.tail()
+        assert first.exit_code(60) == 0
+        assert other.exit_code(60) == 0, other.tail()
     assert not psutil.pid_exists(ranks[0])
 
 
@@ -80,11 +80,11 @@ def test_a_lost_rank_of_another_node_ends_the_replica_and_is_named(number, tiny_
                 if "banyan.server.processes" in psutil.Process(p).cmdline()
             ]
             os.kill(rank, number)
-            assert first.exit_code(20) != 0
+            assert first.exit_code(60) != 0
             assert "node 1: rank1" in first.tail() and "SIGKILL" in first.tail()
         else:
             os.kill(other.pid, number)
-            assert first.exit_code(20) != 0
+            assert first.exit_code(60) != 0
             assert "node 1 has sent nothing" in first.tail()
 
 
@@ -102,12 +102,12 @@ def test_a_node_comes_again_to_the_engine_that_takes_the_place_of_a_lost_one(
         expected = outputs(first)
         lost = first.engine_pid() if who == "engine" else ranks_at(other)[0]
         os.kill(lost, signal.SIGKILL)
-        wait_until(lambda: status_of(first, "/readyz") == 503, 5.0, "the loss to be noticed")
+        wait_until(lambda: status_of(first, "/readyz") == 503, 60.0, "the loss to be noticed")
         wait_until(lambda: status_of(first, "/readyz") == 200, 60.0, "both to serve again")
         assert outputs(first) == expected and lost not in (first.engine_pid(), *ranks_at(other))
         first.signal(signal.SIGTERM)
-        assert first.exit_code(20) == 0
-        assert other.exit_code(20) == 0, other.tail()
+        assert first.exit_code(60) == 0
+        assert other.exit_code(60) == 0, other.tail()
 
 
 @OUTER
@@ -148,14 +148,14 @@ def test_a_node_whose_leader_is_gone_ends(tiny_model, tmp_path):
         with node(tmp_path, 0, port, tiny_model) as first:
             wait_ready(first)
             first.kill()
-            assert other.exit_code(40) != 0
+            assert other.exit_code(60) != 0
         assert "the leader has sent nothing" in other.tail()
         assert "did not answer within 12 s" in other.tail()
 
 
 def test_a_node_that_does_not_come_is_named(tiny_model, tmp_path):
     with node(tmp_path, 0, free_port(), tiny_model, "--dist-timeout", "2") as first:
-        assert first.exit_code(40) != 0
+        assert first.exit_code(60) != 0
         assert "node 1 of 2 did not come within 2 s" in first.tail()
 
 
@@ -163,14 +163,14 @@ def test_a_node_with_other_weights_is_turned_away_on_both_sides(tiny_model, tmp_
     port, others = free_port(), write_tiny_model(tmp_path / "others", seed=1)
     flags = ("--dist-timeout", "8")
     with node(tmp_path, 1, port, others) as other, node(tmp_path, 0, port, tiny_model, *flags) as a:
-        assert other.exit_code(40) != 0
+        assert other.exit_code(60) != 0
         assert "the leader turned this node away: it has another model" in other.tail()
-        wait_until(lambda: "node 1 was turned away" in a.tail(), 30.0, "a line about it")
+        wait_until(lambda: "node 1 was turned away" in a.tail(), 60.0, "a line about it")
 
 
 def test_nodes_that_others_may_reach_need_a_secret(tiny_model, tmp_path):
     with node(tmp_path, 1, 1, tiny_model, "--dist-init-addr", "192.0.2.1:29500") as other:
-        assert other.exit_code(40) == 2
+        assert other.exit_code(60) == 2
         assert "Set BANYAN_DIST_SECRET to the same" in other.tail()
 
 
@@ -199,10 +199,10 @@ def test_joined_replicas_lie_on_several_nodes(tiny_model, tmp_path):
             assert list(pool.map(lambda n: asked_of(first, n % 2), range(4))) == [alone] * 4
         lost = ranks_at(other)[0]
         os.kill(lost, signal.SIGKILL)
-        wait_until(lambda: status_of(first, "/readyz") == 503, 10.0, "the loss to be noticed")
+        wait_until(lambda: status_of(first, "/readyz") == 503, 60.0, "the loss to be noticed")
         assert "node 1: engine1" in first.log.read_text()
         wait_until(lambda: status_of(first, "/readyz") == 200, 60.0, "both to serve again")
         assert [asked_of(first, n) for n in range(2)] == [alone] * 2
         first.signal(signal.SIGTERM)
-        assert first.exit_code(20) == 0
-        assert other.exit_code(20) == 0, other.tail()
+        assert first.exit_code(60) == 0
+        assert other.exit_code(60) == 0, other.tail()

@@ -59,7 +59,7 @@ def test_a_stream_that_is_given_up_frees_its_request(engine):
     stream = engine.generate(prompt="The banyan grows", sampling_params=long, stream=True)
     next(iter(stream))
     stream.close()
-    wait_until(lambda: stats(engine)["running"] == 0, 30.0, "the request to end")
+    wait_until(lambda: stats(engine)["running"] == 0, 60.0, "the request to end")
     assert stats(engine)["held_pages"] == 0
 
 
@@ -118,7 +118,7 @@ def test_shutdown_leaves_no_process_thread_or_descriptor(tiny_model, mode):
             and open_files(psutil.Process().pid) <= files
         )
 
-    wait_until(is_clean, 30.0, "the last thread to end")
+    wait_until(is_clean, 60.0, "the last thread to end")
 
 
 def test_a_model_that_cannot_be_loaded_raises_and_leaves_no_process(tmp_path):

@@ -33,7 +33,7 @@ def test_nixl_answers_after_a_restart(tiny_model: Path, tmp_path: Path) -> None:
         found = http_ask(server)
         assert told(found) == told(right) and stored_tokens(found) == KEPT
         server.signal(signal.SIGTERM)
-        assert server.exit_code(30) == 0
+        assert server.exit_code(60) == 0
 
 
 def test_mooncake_answers_after_a_restart_and_its_end_costs_no_answer(
@@ -48,7 +48,7 @@ def test_mooncake_answers_after_a_restart_and_its_end_costs_no_answer(
         with started(tiny_model, tmp_path / "1.log") as server:
             right, other = fill(server, extra, "mooncake"), http_ask(server, OTHER)
             server.signal(signal.SIGTERM)
-            assert server.exit_code(30) == 0
+            assert server.exit_code(60) == 0
         with started(tiny_model, tmp_path / "2.log") as server:
             reply = attach(server, "", extra=extra, hicache_storage_backend="mooncake")
             assert reply.status_code == 200 and present(server) == ("mooncake", "mooncake")
@@ -69,4 +69,4 @@ def test_mooncake_answers_after_a_restart_and_its_end_costs_no_answer(
             assert refused.status_code == 400 and "no master answers" in refused.text
             assert told(http_ask(server)) == told(right)
             server.signal(signal.SIGTERM)
-            assert server.exit_code(30) == 0
+            assert server.exit_code(60) == 0

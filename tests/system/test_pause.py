@@ -17,10 +17,10 @@ def test_what_runs_goes_on_after_a_pause_as_if_there_had_been_none(shared_server
     flushed = shared_server.http.post("/flush_cache").status_code
     assert flushed == (400 if is_kept else 200)
     later = Asking(shared_server, "A server")
-    wait_until(lambda: shared_server.stats()["waiting"] == 2 - is_kept, 30, "the new request")
+    wait_until(lambda: shared_server.stats()["waiting"] == 2 - is_kept, 60, "the new request")
     steps = shared_server.stats()["steps"]
     last = Asking(shared_server, "One two three")
-    wait_until(lambda: shared_server.stats()["waiting"] == 3 - is_kept, 30, "the last request")
+    wait_until(lambda: shared_server.stats()["waiting"] == 3 - is_kept, 60, "the last request")
     assert shared_server.stats()["steps"] == steps
     assert running.is_alive()
     go_on(shared_server)
@@ -36,6 +36,6 @@ def test_a_pause_by_abort_ends_what_runs_and_keeps_what_comes(shared_server):
     pause(shared_server, "abort")
     assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
     later = Asking(shared_server, "A server")
-    wait_until(lambda: shared_server.stats()["waiting"] == 1, 30, "the new request")
+    wait_until(lambda: shared_server.stats()["waiting"] == 1, 60, "the new request")
     go_on(shared_server)
     assert later.result()["meta_info"]["finish_reason"]["type"] == "length"

@@ -25,4 +25,4 @@ def test_a_request_is_listed_while_it_runs_and_ends_by_its_rid(shared_server: Se
     reasons = [c["finish_reason"] for event in events for c in event.get("choices", ())]
     assert "abort" in reasons
     settled(shared_server.stats, finished + 1)
-    wait_until(lambda: not http.get("/requests").json()["requests"], 10, "the list to be empty")
+    wait_until(lambda: not http.get("/requests").json()["requests"], 60, "the list to be empty")

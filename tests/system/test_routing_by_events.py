@@ -10,7 +10,7 @@ from tests.system.conftest import with_tiny_model
 from tests.system.routing import routing
 from tests.system.serving import Server, free_port, serving, wait_until
 
-WAIT_S = 30.0
+WAIT_S = 60
 FAST = ("--health-check-interval-secs", "0.2", "--worker-startup-check-interval", "0.2")
 PROMPT = [(at * 7) % 400 + 5 for at in range(200)]
 FEW = {"temperature": 0, "max_new_tokens": 2}

@@ -42,11 +42,13 @@ def named(*words: str) -> tuple[str, ...]:
 def test_sigquit_calls_the_function_that_was_named(server: StartServer, own_code: Path) -> None:
     with server(*named("--custom-sigquit-handler", "mine:heard")) as running:
         running.signal(signal.SIGQUIT)
+        called = lambda: own_code.exists() and own_code.read_text()  # noqa: E731
         wait_until(
-            lambda: own_code.exists() or running.process.poll() is not None,
-            *(20, "the function to be called"),
+            lambda: bool(called()) or running.process.poll() is not None,
+            deadline_s=60.0,
+            what="the function to be called",
         )
-        assert own_code.read_text().split() == [str(int(signal.SIGQUIT))]
+        assert called().split() == [str(int(signal.SIGQUIT))]
         assert running.generate(**ASKED)["output_ids"], "a handler that fails ends nothing"
 
 
@@ -56,11 +58,11 @@ def test_it_is_called_when_engines_stay_lost_and_nothing_is_dumped_without_a_fol
     flags = ("--engine-restarts", "0", "--custom-sigquit-handler", "mine:heard")
     with server(*flags) as running:
         running.signal(signal.SIGUSR1)
-        wait_until(lambda: "--crash-dump-folder" in running.tail(), 20, "a word on dumps")
+        wait_until(lambda: "--crash-dump-folder" in running.tail(), 60, "a word on dumps")
         answer = running.http.post("/flight_recorder")
         assert answer.status_code == 404 and "--crash-dump-folder" in answer.text
         os.kill(running.engine_pid(), signal.SIGKILL)
-        wait_until(own_code.exists, 20, "the function to be called")
+        wait_until(own_code.exists, 60, "the function to be called")
 
 
 def test_code_that_lies_with_a_checkpoint_is_never_called(tmp_path: Path, monkeypatch) -> None:
@@ -75,9 +77,9 @@ def test_sigusr1_and_the_route_dump_what_is_recorded(server: StartServer, tmp_pa
     with server("--crash-dump-folder", str(folder)) as running:
         running.generate(**ASKED)
         running.signal(signal.SIGUSR1)
-        wait_until(lambda: len(dumps(folder)) == 2, 20, "the dumps")
+        wait_until(lambda: len(dumps(folder)) == 2, 60, "the dumps")
         (journal,) = folder.glob("*.journal")
-        wait_until(lambda: is_whole(journal), 20, "the journal to be written")
+        wait_until(lambda: is_whole(journal), 60, "the journal to be written")
         answer = running.http.post("/flight_recorder")
         assert answer.status_code == 200
         assert {Path(name).suffix for name in answer.json()["files"]} == {".jsonl", ".journal"}

@@ -96,7 +96,7 @@ def test_a_restarted_server_answers_from_the_store(tiny_model: Path, folder: Pat
             found.append(http_ask(server))
             wait_until(lambda: len(pages(folder)) >= KEPT // 16, WAIT_S, "the pages to be stored")
             server.signal(signal.SIGTERM)
-            assert server.exit_code(30) == 0
+            assert server.exit_code(60) == 0
     assert told(found[0]) == told(found[1])
     assert stored_tokens(found[0]) == 0
     assert found[1]["meta_info"]["cached_tokens"] == KEPT

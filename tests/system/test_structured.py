@@ -217,7 +217,7 @@ def test_forced_retraction_does_not_disturb_a_constraint(demo_model: object, tmp
         for choice in choices:
             if choice["finish_reason"] == "stop":
                 jsonschema.validate(json.loads(choice["message"]["content"]), schema)
-        wait_until(lambda: server.stats()["held_pages"] == 0, 10, "the pages to be let go")
+        wait_until(lambda: server.stats()["held_pages"] == 0, 60, "the pages to be let go")
         assert server.stats()["leaked"] == 0
 
 

@@ -105,7 +105,7 @@ def test_a_paused_request_goes_on_with_the_new_weights(server, folders):
     held = update(server, folders[1])
     assert held.status_code == 400 and "hold pages" in held.json()["message"]
     pause(server, "retract")
-    wait_until(lambda: server.stats()["waiting"] == 1, 30, "the request to be retracted")
+    wait_until(lambda: server.stats()["waiting"] == 1, 60, "the request to be retracted")
     answer = update(server, folders[1]).json()
     assert answer["success"] and answer["num_paused_requests"] == 1
     go_on(server)
@@ -162,7 +162,7 @@ def weight(server, name, status=200, **fields):
     return answer.json() if status == 200 else answer.text
 
 
-def test_a_tensor_is_told_as_it_was_taken(server, folders, tmp_path):
+def test_a_tensor_is_returned_as_it_was_taken(server, folders, tmp_path):
     name = "model.layers.1.mlp.down_proj.weight"
     for folder in (folders[1], folders[0]):
         assert update(server, folder).status_code == 200
@@ -176,7 +176,7 @@ def test_a_tensor_is_told_as_it_was_taken(server, folders, tmp_path):
         weight(server, name, 400, truncate_size=wrong)
 
 
-def test_a_tensor_of_files_that_have_changed_is_not_told(server, folders, tmp_path):
+def test_a_tensor_of_files_that_have_changed_is_not_returned(server, folders, tmp_path):
     moving = shutil.copytree(folders[1], tmp_path / "moving")
     assert update(server, moving).status_code == 200
     shutil.copy(folders[0] / "model.safetensors", moving)

@@ -111,8 +111,8 @@ def true_waits(seen: Seen) -> list[tuple[float, float]]:
     return found
 
 
-def is_right(told_s: float, took_s: float) -> bool:
-    return took_s / FACTOR - ROUNDED_S <= told_s <= took_s * FACTOR + ROUNDED_S
+def is_right(reported_s: float, took_s: float) -> bool:
+    return took_s / FACTOR - ROUNDED_S <= reported_s <= took_s * FACTOR + ROUNDED_S
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -127,21 +127,21 @@ def check(running: Server) -> None:
     grown_mb = resident_mb((running.pid, running.engine_pid())) - memory_mb
     best = max(best, asyncio.run(peak(running.port)))
     goodput = rate(seen, 2.0, OVERLOAD_S)
-    untold = sum(not told.isdigit() for _, told in seen.refusals)
-    waits = true_waits(seen) if not untold else []
+    unreported = sum(not told.isdigit() for _, told in seen.refusals)
+    waits = true_waits(seen) if not unreported else []
     right = sum(is_right(*pair) for pair in waits)
     took = percentile([end - came for came, end in seen.ends], 0.99)
     print(
         f"\nfigure: {len(seen.ends) + len(seen.refusals):,} requests in {OVERLOAD_S:g} s: goodput "
         f"{goodput:.1f}/s, {goodput / best:.0%} of the peak of {best:.1f}/s; "
-        f"{len(seen.refusals):,} refusals (p99 after "
-        f"{1000 * percentile(seen.refusal_took_s, 0.99):.0f} ms), {untold} without Retry-After, "
+        f"{len(seen.refusals):,} refusals, p99 after "
+        f"{1000 * percentile(seen.refusal_took_s, 0.99):.0f} ms, {unreported} without Retry-After, "
         f"{right / max(1, len(waits)):.1%} of those right within a factor of {FACTOR:g}; p99 of "
         f"accepted requests {took:.1f} s; {grown_mb:+.0f} MB; {len(seen.others)} other answers"
     )
     wrong = [pair for pair in waits if not is_right(*pair)]
     assert not seen.others, seen.others[:3]
-    assert untold == 0 and len(seen.refusals) > len(seen.ends)
+    assert unreported == 0 and len(seen.refusals) > len(seen.ends)
     assert not wrong, f"told, took: {wrong[:5]}"
     assert grown_mb < GROWN_MB
     assert goodput >= LEAST_GOODPUT * best

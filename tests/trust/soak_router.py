@@ -36,6 +36,8 @@ SECRET, WORKER_KEY, ADMIN = "long random text of this test", "worker-key", "root
 KEYS = ("alice-key", "bob-key", "carol-key")
 FILLED_SOON = ("--max-total-tokens", "4096", "--flight-recorder-bytes", "65536")
 """What is bounded has reached its bound when the warm-up ends."""
+NO_THREAD_CACHES = "glibc.malloc.tcache_count=0"
+"""What the C library keeps of freed memory for each thread fills slowly too, up to a bound."""
 FAST = ("--health-check-interval-secs", "0.5", "--worker-startup-check-interval", "0.2")
 
 
@@ -224,6 +226,7 @@ def test_nothing_grows_and_nothing_is_mixed_up(
 ) -> None:
     monkeypatch.setenv("BANYAN_DIST_SECRET", SECRET)
     monkeypatch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", "60")
+    monkeypatch.setenv("GLIBC_TUNABLES", NO_THREAD_CACHES)
     seen = Seen()
     flags = ("--api-key", WORKER_KEY, "--admin-api-key", ADMIN, "--random-seed", "7")
     flags = with_tiny_model((*flags, "--check-ledger"), tiny_model)

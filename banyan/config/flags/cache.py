@@ -46,7 +46,7 @@ FLAGS = (
         kind=INT,
         low=1,
         proof="tests/system/test_flag_effects.py"
-        "::test_the_cache_holds_as_many_tokens_as_it_is_told",
+        "::test_the_cache_holds_as_many_tokens_as_the_flag_says",
     ),
     Flag(
         "mem-fraction-static",
@@ -109,7 +109,7 @@ FLAGS = (
         "cache.keeps_windows",
         "keep KV of every position in sliding-window layers, so that longer prefixes can be reused",
         kind=SWITCH,
-        proof="tests/kv_cache/test_sizing.py::test_window_layers_keep_every_position_when_told_so",
+        proof="tests/kv_cache/test_sizing.py::test_window_layers_keep_every_position_when_a_flag_asks_for_it",
     ),
     Flag(
         "max-mamba-cache-size",
@@ -118,7 +118,7 @@ FLAGS = (
         "checkpoints together; default: by --mamba-full-memory-ratio",
         kind=INT,
         low=1,
-        proof="tests/kv_cache/test_state_sizing.py::test_as_many_states_are_held_as_told",
+        proof="tests/kv_cache/test_state_sizing.py::test_as_many_states_are_held_as_the_flag_says",
     ),
     Flag(
         "mamba-full-memory-ratio",

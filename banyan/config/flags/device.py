@@ -181,7 +181,7 @@ FLAGS = (
         low=1,
         high=4096,
         documented=False,
-        proof="tests/system/test_flag_effects.py::test_an_engine_has_as_many_threads_as_it_is_told",
+        proof="tests/system/test_flag_effects.py::test_an_engine_has_as_many_threads_as_the_flag_says",
     ),
     Flag(
         "cpu-compiler",
@@ -267,7 +267,7 @@ FLAGS = (
         kind=FLOAT,
         low=0.1,
         high=1e6,
-        proof="tests/parallel/test_groups.py::test_a_rank_waits_for_the_others_as_long_as_told",
+        proof="tests/parallel/test_groups.py::test_a_rank_waits_for_the_others_as_long_as_the_limit",
     ),
     Flag(
         "disable-cuda-graph",

@@ -9,11 +9,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from importlib.metadata import entry_points
 
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list, is_object, unique_json
 from banyan.base.log import printable
+from banyan.base.table import plugins
 
 SWITCH = "switch"
 TEXT = "text"
@@ -137,7 +137,7 @@ class Form:
 
     def installed(self) -> tuple[str, ...]:
         """Choices that installed packages add."""
-        return tuple(e.name for e in entry_points(group=self.plugins)) if self.plugins else ()
+        return tuple(e.name for e in plugins(self.plugins)) if self.plugins else ()
 
     def _check_number(self, value: object, kind: str, spelled: str) -> object:
         what = "a whole number" if kind == INT else "a number"

@@ -305,7 +305,7 @@ LORA_FLAGS = (
         "maximum number of different adapters among running requests",
         kind=INT,
         low=1,
-        proof="tests/lora/test_scheduling.py::test_no_more_adapters_run_at_once_than_told",
+        proof="tests/lora/test_scheduling.py::test_no_more_adapters_run_at_once_than_the_limit",
     ),
     Flag(
         "max-loaded-loras",

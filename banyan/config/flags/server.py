@@ -85,7 +85,7 @@ FLAGS = (
         "server.ssl_ca",
         "CA certificates in PEM format; clients must present a certificate that one of them signed",
         documented=False,
-        proof="tests/server/test_tls.py::test_clients_must_show_a_certificate_when_told_so",
+        proof="tests/server/test_tls.py::test_clients_must_show_a_certificate_when_a_flag_asks_for_it",
     ),
     Flag(
         "enable-ssl-refresh",

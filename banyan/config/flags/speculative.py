@@ -168,7 +168,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=1024,
-        proof="tests/runner/speculative/test_ngram.py::test_no_more_places_are_looked_at_than_told",
+        proof="tests/runner/speculative/test_ngram.py::test_no_more_places_are_looked_at_than_the_limit",
     ),
     Flag(
         "speculative-ngram-min-bfs-breadth",

@@ -12,7 +12,8 @@ head's keys transposed:
     attn_k_b [heads, rank, plain_dim], attn_v_b [heads, value_dim, rank]
     -> attn_kv_b [heads · (plain_dim + value_dim), rank]
 
-state layers of GGUF files; and the shared blocks of Zamba2.
+state layers of GGUF files; the shared blocks of Zamba2; transposed matrices of GPT-2; and
+projections of q, k and v whose rows are ordered by KV head.
 """
 
 import re
@@ -23,7 +24,9 @@ import torch
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
+from banyan.families.names import NameMap
 from banyan.model_config.model_config import ModelConfig, StateFacts
+from banyan.models.weights.names import split_numbers
 from banyan.models.weights.quant.base import Stored
 from banyan.ops.stored import RawTensor, StoredWeight
 
@@ -259,6 +262,36 @@ def with_heads_of_keys(
             is_vector = len(tensor.shape) == 1
             sorted_vector = StoredWeight.from_tensor(tensor.dense[order]) if is_vector else None
             tensor = sorted_vector or tensor.rows(order)
+        yield name, tensor
+
+
+def with_rows_by_part(
+    tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig, names: NameMap
+) -> Iterator[tuple[str, Stored]]:
+    """Outputs first, and all queries before all keys before all values:
+
+    [in, out] -> [out, in]
+    [kv heads, (queries of the group, key, value), head_dim, …] -> [q, k, v, …]
+    [shards, (queries, values, keys), …] -> [q, k, v, …]
+    """
+    heads, kv_heads, dim = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
+    rows = torch.arange((heads + 2 * kv_heads) * dim)
+    if names.shards:
+        q, v, k = rows.view(names.shards, 3, -1).unbind(dim=1)
+    else:
+        group = heads // kv_heads * dim
+        q, k, v = rows.view(kv_heads, -1).split([group, dim, dim], dim=1)
+    order = torch.cat([q.flatten(), k.flatten(), v.flatten()])
+    for name, tensor in tensors:
+        template, _ = split_numbers(name)
+        stem = template.rpartition(".")[0]
+        if isinstance(tensor, StoredWeight):
+            if stem in names.transposed and len(tensor.shape) == 2:
+                tensor = StoredWeight.from_tensor(tensor.dense.T)
+            if stem in names.grouped and tensor.shape[0] == len(order):
+                is_vector = len(tensor.shape) == 1
+                sorted_vector = StoredWeight.from_tensor(tensor.dense[order]) if is_vector else None
+                tensor = sorted_vector or tensor.rows(order)
         yield name, tensor
 
 

@@ -38,6 +38,7 @@ from banyan.models.weights.checkpoint_layouts import (
     with_outputs_first,
     with_plain_experts,
     with_plain_states,
+    with_rows_by_part,
     with_whole_expansions,
 )
 from banyan.models.weights.names import WeightPlace, by_expert, is_ignored, place_of
@@ -166,6 +167,8 @@ def tensors_of(
         names, outer = _names_of(model_config), model_config.outer
         if names.has_gates_between:
             tensors = with_plain_experts(tensors)
+        if names.grouped or names.transposed:
+            tensors = with_rows_by_part(tensors, model_config, names)
         if names.has_inputs_first or (outer and NESTED[outer].may_turn_stacks):
             tensors = with_outputs_first(tensors, model_config)
     if model_config.shared is not None:
@@ -461,7 +464,7 @@ class Filling:
         key, layer = (module, slot), self.layers[module]
         if not self.open[key].keeps_blocks(part, tensor):
             self.unpacked.append(f"{module}.{slot}")
-        if self.names.norm_offset and isinstance(layer, RMSNorm):
+        if self.names.norm_offset and slot == "weight" and isinstance(layer, RMSNorm | LayerNorm):
             tensor = StoredWeight.from_tensor(tensor.dense.float() + self.names.norm_offset)
         parts = self.waiting.setdefault(key, {})
         parts[part] = tensor

@@ -55,8 +55,11 @@ def by_expert(
         yield place, tensor
         return
     for expert in range(tensor.shape[0]):
-        parts = tuple(part.replace("*", str(expert)) for part in place.parts)
-        yield replace(place, parts=parts), tensor.at(expert)
+        parts, paired = (
+            tuple(part.replace("*", str(expert)) for part in named)
+            for named in (place.parts, place.paired)
+        )
+        yield replace(place, parts=parts, paired=paired), tensor.at(expert)
 
 
 def is_ignored(name: str, names: NameMap, num_layers: int) -> bool:

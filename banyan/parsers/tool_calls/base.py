@@ -193,7 +193,7 @@ def read_or_text(
 def read_call(
     source: StreamingText, out: ToolCallWriter, only_known: bool = False
 ) -> Reading[None]:
-    """One call as a JSON object with "name" and "arguments" or "parameters".
+    """One call as a JSON object with "name" or "tool_name", and "arguments" or "parameters".
 
     Args:
         only_known: the object has no tag, so it must name one of the tools and have no other
@@ -230,7 +230,7 @@ class _Envelope:
         yield from self._source.spaces()
         yield from self._source.expect(":")
         yield from self._source.spaces()
-        if key == "name" and not self._out.in_call:
+        if key in ("name", "tool_name") and not self._out.in_call:
             yield from self._name()
         elif key in ("arguments", "parameters") and not self._has_arguments:
             self._has_arguments = True

@@ -1,4 +1,4 @@
-"""DeepSeek's three forms of tool calls: V3 and R1, V3.1, V3.2.
+"""DeepSeek's forms of tool calls: V3 and R1, V3.1, V3.2 and later.
 
 V3 and R1 put the name after a separator and the arguments in a fenced JSON block:
 
@@ -20,6 +20,8 @@ hold one JSON object:
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
+V4 calls the outer tag tool_calls; V4.1 calls it "calls" and writes a space before every tag's name.
+
 Sources: the chat templates of DeepSeek-V3-0324 and DeepSeek-V3.1, the model card of DeepSeek-V3.1,
 the encoding folder of the DeepSeek-V3.2 model repository.
 """
@@ -34,10 +36,6 @@ _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
 _MARKERS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
 _AT_SEPARATOR, _AT_LINE_END = Delimiters(_SEPARATOR), Delimiters("\n")
-
-_DSML_CALLS, _DSML_CALLS_END = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
-_DSML_CALL, _DSML_CALL_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
-_DSML_NAME_END = Delimiters('">')
 
 
 def _v3_call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
@@ -80,31 +78,41 @@ def _read_key(text: str) -> tuple[str, str]:
     return name, {"true": "string", "false": "any"}.get(flag, "")
 
 
-_DSML = Markup(
-    '<｜DSML｜parameter name="',
-    '">',
-    "</｜DSML｜parameter>",
-    _DSML_CALL_END,
-    (_DSML_CALLS_END, _DSML_CALL),
-    read_key=_read_key,
-)
+def _dsml(calls: str, space: str = "") -> ToolFormat:
+    """
+    Args:
+        calls: name of the tag around all calls.
+        space: text before the names of tags.
+    """
+    around = (f"<｜DSML｜{space}{calls}>", f"</｜DSML｜{space}{calls}>")
+    opener, closer = f'<｜DSML｜{space}invoke name="', f"</｜DSML｜{space}invoke>"
+    name_end = Delimiters('">')
+    markup = Markup(
+        f'<｜DSML｜{space}parameter name="',
+        '">',
+        f"</｜DSML｜{space}parameter>",
+        closer,
+        (around[1], opener),
+        read_key=_read_key,
+    )
 
-
-def _v32_call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
-    name, _ = yield from read_name(source, _DSML_NAME_END)
-    out.begin_call(name)
-    yield from source.spaces()
-    if (yield from source.need()) == "{":
-        yield from read_arguments(source, out)
+    def call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+        name, _ = yield from read_name(source, name_end)
+        out.begin_call(name)
         yield from source.spaces()
-        yield from source.follows(_DSML_CALL_END)
-    else:
-        yield from read_parameters(source, out, name, _DSML)
-    out.end_call()
+        if (yield from source.need()) == "{":
+            yield from read_arguments(source, out)
+            yield from source.spaces()
+            yield from source.follows(closer)
+        else:
+            yield from read_parameters(source, out, name, markup)
+        out.end_call()
+
+    return ToolFormat(text_with_calls(opener, call, *around), ("｜DSML｜",))
 
 
 V3 = ToolFormat(text_with_calls(_CALL, _v3_call, _CALLS, _CALLS_END), _MARKERS, _v3_tag, _CALLS)
 V31 = ToolFormat(text_with_calls(_CALL, _v31_call, _CALLS, _CALLS_END), _MARKERS, _v31_tag, _CALLS)
-V32 = ToolFormat(
-    text_with_calls(_DSML_CALL, _v32_call, _DSML_CALLS, _DSML_CALLS_END), ("｜DSML｜",)
-)
+V32 = _dsml("function_calls")
+V4 = _dsml("tool_calls")
+V41 = _dsml("calls", " ")

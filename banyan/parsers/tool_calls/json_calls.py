@@ -1,4 +1,5 @@
-"""Calls whose arguments are one JSON object: Hermes, Qwen, Llama, Mistral, Kimi, and bare lists.
+"""Calls whose arguments are one JSON object: Hermes, Qwen, Llama, Mistral, Kimi, Command and
+others, and bare lists.
 
 Hermes 2 Pro, Qwen 2.5 and Qwen 3 write JSON between tags; Qwen puts each tag on a line of its own:
 
@@ -22,6 +23,11 @@ calls over the whole conversation:
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}
     <|tool_call_end|><|tool_calls_section_end|>
 
+Other families write an object or a list of them between tags of their own. Apertus writes the name
+as the only key:
+
+    <|tools_prefix|>[{"f": {…}}, {"g": {…}}]<|tools_suffix|>
+
 Sources: the model card of NousResearch/Hermes-2-Pro and its function-calling repository; the chat
 templates of Qwen2.5-Instruct and Qwen3; the prompt-format pages of Llama 3.1 and 3.2; the
 tokenizers of mistral-common; the tool-call guide of Kimi-K2-Instruct.
@@ -40,6 +46,7 @@ from banyan.parsers.tool_calls.base import (
     read_call,
     read_name,
     read_or_text,
+    read_string,
 )
 
 MAX_STRAY = 64
@@ -47,10 +54,13 @@ MAX_STRAY = 64
 Block = Callable[[StreamingText, ToolCallWriter], Reading[None]]
 
 
-def tagged_json(opener: str, closer: str) -> ToolFormat:
+def tagged_json(opener: str, closer: str, takes_tag: bool = True) -> ToolFormat:
     """Any number of `opener` {"name": …, "arguments": {…}} `closer`, with text between them.
 
     Models also write several objects between two tags, a brace too many, or one too few.
+
+    Args:
+        takes_tag: a grammar may force a call between the tags.
     """
 
     more, braces = Delimiters("{"), Delimiters("}" + closer, "}\n" + closer)
@@ -68,7 +78,10 @@ def tagged_json(opener: str, closer: str) -> ToolFormat:
     def tag(name: str) -> tuple[str, str]:
         return f'{opener}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{closer}"
 
-    return ToolFormat(text_with_calls(opener, block, closer=closer), (opener, closer), tag, opener)
+    read = text_with_calls(opener, block, closer=closer)
+    if not takes_tag:
+        return ToolFormat(read, (opener, closer))
+    return ToolFormat(read, (opener, closer), tag, opener)
 
 
 def with_unmarked_first_call(format: ToolFormat) -> ToolFormat:
@@ -133,6 +146,110 @@ BARE_LIST = ToolFormat(_read_bare_list)
 
 QWEN25 = tagged_json("<tool_call>", "</tool_call>")
 HERMES = tagged_json("<tool_call>", "</tool_call>")
+JAMBA = tagged_json("<tool_calls>", "</tool_calls>")
+"""Jamba, MiniMax-M1 and Hunyuan A13B."""
+COMMAND = tagged_json("<|START_ACTION|>", "<|END_ACTION|>", takes_tag=False)
+LONGCAT = tagged_json("<longcat_tool_call>", "</longcat_tool_call>")
+GRANITE = tagged_json("<|tool_call|>", "<|end_of_text|>", takes_tag=False)
+GRANITE_20B = tagged_json("<function_call>", "</function_call>", takes_tag=False)
+PHI4_MINI = tagged_json("functools", "<|/tool_call|>", takes_tag=False)
+_PLUGIN = "<|plugin|>"
+
+
+def _ernie(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    yield from read_calls(source, out)
+    yield from source.spaces()
+    yield from source.follows("</tool_call>")
+
+
+ERNIE45 = ToolFormat(
+    text_with_calls("<tool_call>", _ernie, "<response>", "</response>", closer="</tool_call>"),
+    ("<tool_call>", "</tool_call>"),
+)
+
+
+def _internlm(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    yield from source.spaces()
+    yield from source.expect(_PLUGIN)
+    yield from read_calls(source, out)
+    yield from source.spaces()
+    yield from source.follows("<|action_end|>")
+
+
+INTERNLM = ToolFormat(
+    text_with_calls("<|action_start|>", _internlm, closer="<|action_end|>"),
+    ("<|action_start|>", "<|action_end|>", _PLUGIN),
+)
+
+_GIGACHAT_END = "<|message_sep|>"
+_GIGACHAT_TEXT = Delimiters("function call<|role_sep|>\n", "<|function_call|>", _GIGACHAT_END)
+
+
+def _read_gigachat(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    while found := (yield from source.until(_GIGACHAT_TEXT, out.add_text)):
+        if found != _GIGACHAT_END:
+            yield from read_or_text(source, out, found, read_call(source, out))
+
+
+GIGACHAT3 = ToolFormat(_read_gigachat, ("<|role_sep|>", "<|function_call|>", _GIGACHAT_END))
+
+
+def _apertus(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    yield from source.spaces()
+    yield from source.expect("[")
+    yield from source.spaces()
+    while not (yield from source.follows("]")):
+        yield from source.expect("{")
+        yield from source.spaces()
+        out.begin_call((yield from read_string(source)))
+        yield from source.spaces()
+        yield from source.expect(":")
+        yield from read_arguments(source, out)
+        yield from source.spaces()
+        yield from source.expect("}")
+        out.end_call()
+        yield from source.spaces()
+        if not (yield from source.follows(",")) and (yield from source.need()) != "]":
+            raise Malformed
+        yield from source.spaces()
+    yield from source.spaces()
+    yield from source.follows("<|tools_suffix|>")
+
+
+APERTUS = ToolFormat(
+    text_with_calls("<|tools_prefix|>", _apertus, closer="<|tools_suffix|>"),
+    ("<|tools_prefix|>", "<|tools_suffix|>"),
+)
+
+_XLAM_OPENERS = Delimiters("```json", "<tool_call>", "[TOOL_CALLS]")
+_XLAM_ENDS = {"```json": "```", "<tool_call>": "</tool_call>", "[TOOL_CALLS]": ""}
+
+
+def _read_xlam(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    """A bare list at the start, or lists in one of three kinds of frames."""
+    out.add_text((yield from source.spaces()))
+    if (yield from source.peek()) == "[" and (yield from source.peek(2)) != "[T":
+        yield from read_or_text(source, out, "", _known_calls(source, out))
+    while opener := (yield from source.until(_XLAM_OPENERS, out.add_text)):
+        yield from read_or_text(source, out, opener, _known_calls(source, out, _XLAM_ENDS[opener]))
+
+
+def _known_calls(source: StreamingText, out: ToolCallWriter, end: str = "") -> Reading[None]:
+    yield from source.spaces()
+    yield from source.expect("[")
+    yield from source.spaces()
+    while not (yield from source.follows("]")):
+        yield from read_call(source, out, only_known=True)
+        yield from source.spaces()
+        if not (yield from source.follows(",")) and (yield from source.need()) != "]":
+            raise Malformed
+        yield from source.spaces()
+    if end:
+        yield from source.spaces()
+        yield from source.follows(end)
+
+
+XLAM = ToolFormat(_read_xlam, ("[TOOL_CALLS]",))
 
 
 _LLAMA_TAG = "<|python_tag|>"

@@ -1,4 +1,4 @@
-"""Calls whose arguments are tags, one per parameter: Qwen3-Coder, GLM, Step-3.
+"""Calls whose arguments are tags, one per parameter: Qwen3-Coder, GLM, MiniMax, Step-3 and others.
 
 A value is text, and the tool's schema gives its JSON type. Strings are streamed; other values are
 passed on when they are complete.
@@ -13,6 +13,14 @@ Qwen3-Coder writes tags that contain the names, and sometimes leaves out the out
     </function>
     </tool_call>
 
+Seed-OSS does the same between <seed:tool_call> tags. MiniMax-M2 and dots name both in attributes:
+
+    <minimax:tool_call>
+    <invoke name="f">
+    <parameter name="city">Paris</parameter>
+    </invoke>
+    </minimax:tool_call>
+
 GLM 4.5 and later write the name, then pairs of key and value tags:
 
     <tool_call>f
@@ -20,13 +28,14 @@ GLM 4.5 and later write the name, then pairs of key and value tags:
     <arg_value>Paris</arg_value>
     </tool_call>
 
-Step-3 writes XML in the namespace steptml, between special tokens:
+Hunyuan V3 writes <tool_sep> after the name, and <tool_calls> around all calls. Step-3 writes XML in
+the namespace steptml, between special tokens:
 
     <｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">
     <steptml:parameter name="city">Paris</steptml:parameter></steptml:invoke><｜tool_call_end｜>
     <｜tool_calls_end｜>
 
-Sources: the chat templates of Qwen3-Coder, GLM-4.5, GLM-4.6 and step3.
+Sources: the chat templates of Qwen3-Coder, Seed-OSS, MiniMax-M2, GLM-4.5, GLM-4.6 and step3.
 """
 
 import json
@@ -214,7 +223,10 @@ class _Values:
         if markup.value_start:
             start = Delimiters(markup.value_start)
             offset += len(text) + len(markup.key_end)
-            if not (yield from after_space(source, start, _MAX_SPACE, offset))[1]:
+            at, found = yield from after_space(source, start, _MAX_SPACE, offset)
+            if not found and (yield from self._is_last(at)):
+                raise Truncated
+            if not found:
                 return None
         return markup.read_key(text)[0]
 
@@ -276,65 +288,88 @@ def _drop(_: str) -> None:
     """Sink for text that is ignored."""
 
 
-_CODER_OUTER, _CODER_OUTER_END, _CODER_INNER = "<tool_call>", "</tool_call>", "<function="
-_CODER_DELIMITERS = Delimiters(_CODER_OUTER, _CODER_INNER)
-_CODER_NAME_END = Delimiters(">")
-_CODER_MARKUP = Markup(
-    "<parameter=",
-    ">",
-    "</parameter>",
-    "</function>",
-    (_CODER_OUTER_END, _CODER_OUTER, _CODER_INNER),
-    is_lines=True,
-)
+def function_tags(outer: str, outer_end: str) -> ToolFormat:
+    """<function=f><parameter=city>…</parameter></function> between two tags, which models leave out
+    now and then."""
+    inner = "<function="
+    delimiters, name_end = Delimiters(outer, inner), Delimiters(">")
+    after = (outer_end, outer, inner)
+    markup = Markup("<parameter=", ">", "</parameter>", "</function>", after, is_lines=True)
 
+    def read(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+        while opener := (yield from source.until(delimiters, out.add_text)):
+            yield from read_or_text(source, out, opener, call(source, out, opener))
 
-def _read_coder(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
-    while opener := (yield from source.until(_CODER_DELIMITERS, out.add_text)):
-        yield from read_or_text(source, out, opener, _coder_call(source, out, opener))
-
-
-def _coder_call(source: StreamingText, out: ToolCallWriter, opener: str) -> Reading[None]:
-    if opener == _CODER_OUTER:
+    def call(source: StreamingText, out: ToolCallWriter, opener: str) -> Reading[None]:
+        if opener == outer:
+            yield from source.spaces()
+            yield from source.expect(inner)
+        name, _ = yield from read_name(source, name_end)
+        out.begin_call(name)
+        yield from read_parameters(source, out, name, markup)
+        out.end_call()
         yield from source.spaces()
-        yield from source.expect(_CODER_INNER)
-    name, _ = yield from read_name(source, _CODER_NAME_END)
-    out.begin_call(name)
-    yield from read_parameters(source, out, name, _CODER_MARKUP)
-    out.end_call()
-    yield from source.spaces()
-    yield from source.follows(_CODER_OUTER_END)
+        yield from source.follows(outer_end)
+
+    return ToolFormat(read, (outer, outer_end))
 
 
-QWEN3_CODER = ToolFormat(_read_coder, (_CODER_OUTER, _CODER_OUTER_END))
+QWEN3_CODER = function_tags("<tool_call>", "</tool_call>")
+SEED_OSS = function_tags("<seed:tool_call>", "</seed:tool_call>")
 
 
-_GLM_CALL, _GLM_CALL_END = "<tool_call>", "</tool_call>"
-_GLM_KEY, _GLM_KEY_END, _GLM_VALUE, _GLM_VALUE_END = (
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
+def invoke_tags(outer: str, outer_end: str) -> ToolFormat:
+    """<invoke name="f"><parameter name="city">…</parameter></invoke> between two tags."""
+    opener, name_end = '<invoke name="', Delimiters('">')
+    markup = Markup(
+        '<parameter name="', '">', "</parameter>", "</invoke>", (outer_end, opener, outer)
+    )
+
+    def call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+        name, _ = yield from read_name(source, name_end)
+        out.begin_call(name)
+        yield from read_parameters(source, out, name, markup)
+        out.end_call()
+
+    return ToolFormat(text_with_calls(opener, call, outer, outer_end), (outer, outer_end))
+
+
+MINIMAX_M2 = invoke_tags("<minimax:tool_call>", "</minimax:tool_call>")
+DOTS = invoke_tags("<dots_function_call>", "</dots_function_call>")
+
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+
+
+def key_value_tags(call: str, call_end: str, separator: str = "", *around: str) -> ToolFormat:
+    """The name, then pairs of key and value tags.
+
+    Args:
+        separator: text after the name; "" = none.
+        around: texts around all calls.
+    """
+    name_end = Delimiters("\n", _KEY, call_end, *([separator] if separator else []))
+    markup = Markup(_KEY, _KEY_END, _VALUE_END, call_end, (call, *around), value_start=_VALUE)
+
+    def read(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+        yield from source.spaces()
+        text, found = yield from source.collect(name_end, MAX_NAME_CHARS, keeps_delimiter=True)
+        name = text.strip()
+        out.begin_call(name)
+        if separator and found == separator:
+            yield from source.expect(separator)
+        yield from read_parameters(source, out, name, markup)
+        out.end_call()
+
+    markers = (call, call_end, _KEY, _KEY_END, _VALUE, _VALUE_END, *around)
+    markers += (separator,) if separator else ()
+    return ToolFormat(text_with_calls(call, read, *around), markers)
+
+
+GLM45 = key_value_tags("<tool_call>", "</tool_call>")
+HUNYUAN = key_value_tags(
+    "<tool_call>", "</tool_call>", "<tool_sep>", "<tool_calls>", "</tool_calls>"
 )
-_GLM_NAME_END = Delimiters("\n", _GLM_KEY, _GLM_CALL_END)
-_GLM_MARKUP = Markup(
-    _GLM_KEY, _GLM_KEY_END, _GLM_VALUE_END, _GLM_CALL_END, (_GLM_CALL,), value_start=_GLM_VALUE
-)
-
-
-def _glm_call(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
-    yield from source.spaces()
-    text, _ = yield from source.collect(_GLM_NAME_END, MAX_NAME_CHARS, keeps_delimiter=True)
-    name = text.strip()
-    out.begin_call(name)
-    yield from read_parameters(source, out, name, _GLM_MARKUP)
-    out.end_call()
-
-
-GLM45 = ToolFormat(
-    text_with_calls(_GLM_CALL, _glm_call),
-    (_GLM_CALL, _GLM_CALL_END, _GLM_KEY, _GLM_KEY_END, _GLM_VALUE, _GLM_VALUE_END),
-)
+IQUEST = key_value_tags("<iquest_tool_call>", "</iquest_tool_call>")
 
 
 _STEP_CALLS, _STEP_CALLS_END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"

@@ -1,4 +1,5 @@
-"""Calls written as a Python list: Llama 4, Llama 3.2 and others.
+"""Calls written as a Python list: Llama 4, Llama 3.2, LFM2 and others; OLMo 3 writes a call on each
+line between <function_calls> tags.
 
     [f(city="Paris", days=3), g()]
 
@@ -19,8 +20,6 @@ from banyan.parsers.tool_calls.base import ToolCallWriter, ToolFormat, read_or_t
 MAX_CHARS = 1 << 16
 """Longest list, which is parsed at once."""
 
-_START, _END = "<|python_start|>", "<|python_end|>"
-_DELIMITERS = Delimiters("[", _START, _END)
 _NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 _WORD = re.compile(r"[\w.]*", re.ASCII)
 _OTHER = re.compile(r"[^\[\](){}'\"\\]*")
@@ -28,13 +27,19 @@ _STRING = re.compile(r"[^'\"\\]*")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
-def _read(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
-    is_tagged = False
-    while opener := (yield from source.until(_DELIMITERS, out.add_text)):
-        if opener == "[":
-            yield from read_or_text(source, out, "[", _calls(source, out, is_tagged))
-        else:
-            is_tagged = opener == _START
+def listed_calls(start: str, end: str) -> ToolFormat:
+    """A list of calls, anywhere or between two tags."""
+    delimiters = Delimiters("[", start, end)
+
+    def read(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+        is_tagged = False
+        while opener := (yield from source.until(delimiters, out.add_text)):
+            if opener == "[":
+                yield from read_or_text(source, out, "[", _calls(source, out, is_tagged))
+            else:
+                is_tagged = opener == start
+
+    return ToolFormat(read, (start, end))
 
 
 def _calls(source: StreamingText, out: ToolCallWriter, is_tagged: bool) -> Reading[None]:
@@ -58,9 +63,9 @@ def _calls(source: StreamingText, out: ToolCallWriter, is_tagged: bool) -> Readi
         out.end_call()
 
 
-def _rest_of_list(source: StreamingText, parts: list[str]) -> Reading[None]:
+def _rest_of_list(source: StreamingText, parts: list[str], closer: str = "]") -> Reading[None]:
     """Collect up to the bracket that closes the list, across nested strings and brackets."""
-    open_closers = ["]"]
+    open_closers = [closer]
     num_chars = 0
     while open_closers:
         in_string = open_closers[-1] in "'\""
@@ -156,4 +161,34 @@ def _key(node: ast.expr | None) -> str:
     raise ValueError("not a text")
 
 
-FORMAT = ToolFormat(_read, (_START, _END))
+FORMAT = listed_calls("<|python_start|>", "<|python_end|>")
+LFM2 = listed_calls("<|tool_call_start|>", "<|tool_call_end|>")
+
+_LINES, _LINES_END = "<function_calls>", "</function_calls>"
+
+
+def _read_lines(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    delimiters = Delimiters(_LINES, _LINES_END)
+    while opener := (yield from source.until(delimiters, out.add_text)):
+        if opener == _LINES:
+            yield from read_or_text(source, out, opener, _lines(source, out))
+
+
+def _lines(source: StreamingText, out: ToolCallWriter) -> Reading[None]:
+    """Calls one after another, up to the closing tag."""
+    yield from source.spaces()
+    while not (yield from source.follows(_LINES_END)):
+        parts: list[str] = []
+        yield from source.run(_WORD, parts.append)
+        if not _NAME.fullmatch("".join(parts)) or (yield from source.need()) != "(":
+            raise Malformed
+        parts.append(source.take(1))
+        yield from _rest_of_list(source, parts, ")")
+        for name, arguments in _parsed(f"[{''.join(parts)}]"):
+            out.begin_call(name)
+            out.add_arguments(arguments)
+            out.end_call()
+        yield from source.spaces()
+
+
+OLMO3 = ToolFormat(_read_lines, (_LINES, _LINES_END))

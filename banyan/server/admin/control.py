@@ -50,7 +50,8 @@ async def list_requests(exchange: HttpExchange, state: ServerState) -> None:
     """List the caller's open requests; an administrator sees all of them.
 
     Running requests come first, in scheduling order. `open` is larger than the list while prompts
-    are tokenized or constraints are compiled.
+    are tokenized or constraints are compiled. With ?ended=true also the latest ended requests,
+    newest first, with the seconds of their phases.
     """
     service = state.started()
     if not exchange.context.is_admin and not exchange.context.tenant:
@@ -69,7 +70,11 @@ async def list_requests(exchange: HttpExchange, state: ServerState) -> None:
     found: list[Json] = []
     for replica, reply in replies:
         found += [_row(replica, one) for one in _read(reply) if one.request in visible]
-    await exchange.json({"requests": found, "open": len(visible), "most_per_replica": MOST})
+    body: Json = {"requests": found, "open": len(visible), "most_per_replica": MOST}
+    if exchange.request.query.get("ended", "").lower() in ("1", "true"):
+        caller = None if exchange.context.is_admin else exchange.context.tenant
+        body["ended"] = state.ended.rows(caller)
+    await exchange.json(body)
 
 
 def _read(reply: Reply) -> Sequence[LiveRequest]:

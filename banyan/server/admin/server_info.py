@@ -55,7 +55,7 @@ def model_facts(state: ServerState) -> Json:
         "reasoning_parser": _name(service.parsers.reasoning_name),
         "tool_call_parser": _name(service.parsers.tool_name),
         "disaggregation_mode": state.config.handoff.mode,
-        "has_image_understanding": False,
+        "has_image_understanding": service.media is not None,
         "has_audio_understanding": False,
         "model_type": model_config.model_type,
         "architectures": [model_config.architecture],
@@ -141,9 +141,9 @@ async def show_loads(exchange: HttpExchange, state: ServerState) -> None:
     if unknown:
         raise RequestError(f"unknown parameter {sorted(unknown)[0][:80]!r}", param="include")
     wanted = [name for name in query.get("include", "all").split(",") if name]
-    strange = [name for name in wanted if name not in (*SECTIONS, *_OTHERS)]
+    strange = [name for name in wanted if name not in (*SECTIONS, *_OTHERS, _HISTORY)]
     if strange:
-        known = ", ".join((*SECTIONS, *_OTHERS))
+        known = ", ".join((*SECTIONS, *_OTHERS, _HISTORY))
         raise RequestError(
             f"include must name sections of {known}, got {strange[0][:40]!r}.", param="include"
         )
@@ -153,7 +153,10 @@ async def show_loads(exchange: HttpExchange, state: ServerState) -> None:
     if form == "prometheus":
         await exchange.text(_prometheus(_loads(state, wanted, query.get("dp_rank"))))
         return
-    await exchange.json(all_loads(state, wanted, query.get("dp_rank")))
+    body = all_loads(state, wanted, query.get("dp_rank"))
+    if _HISTORY in wanted:
+        body["history"] = state.history.samples()
+    await exchange.json(body)
 
 
 def all_loads(state: ServerState, wanted: Sequence[str], rank: str | None = None) -> Json:
@@ -265,6 +268,8 @@ def _adapters(stats: Stats, ready: Ready) -> Json | None:
     return {"num_loaded": stats.adapters, "used_bytes": stats.adapter_bytes, **rules}
 
 
+_HISTORY = "history"
+"""Value of `include`, not part of "all": the load of the last hour, all replicas together."""
 _OTHERS = ("core", "disagg", "all")
 """Values of `include` that are not in SECTIONS."""
 

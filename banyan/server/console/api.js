@@ -5,8 +5,8 @@ import { askForKey, key } from "./key.js";
 /** An answer that is no success; the message is the server's own. */
 export class Refusal extends Error {
   constructor(status, body) {
-    const told = body?.error?.message ?? body?.message ?? body?.error ?? `status ${status}`;
-    super(typeof told === "string" ? told : JSON.stringify(told));
+    const message = body?.error?.message ?? body?.message ?? body?.error ?? `status ${status}`;
+    super(typeof message === "string" ? message : JSON.stringify(message));
     this.status = status;
   }
 }

@@ -1,8 +1,10 @@
-// The frame: which page is shown, the look, and what the server says of itself.
+// The frame: which page is shown, the theme, the size of the text, and whether the server is ready.
 
 import { ask, poll } from "./api.js";
-import { button, h, say } from "./dom.js";
+import { h, iconButton, button, say } from "./dom.js";
+import { icon } from "./icons.js";
 import { forgetKey, key } from "./key.js";
+import { listen, showHelp } from "./shortcuts.js";
 import * as chat from "./chat.js";
 import * as engine from "./engine.js";
 import * as models from "./models.js";
@@ -13,67 +15,91 @@ import * as tokens from "./tokens.js";
 
 // A page is a module with a title and `show(place, signal)`, whose signal ends it.
 const PAGES = { chat, requests, engine, tokens, models, settings, api: routes };
-const LOOKS = ["auto", "light", "dark"];
-const LOOK = "banyan.look";
+
+// Choices of the whole page: words, kept as, attribute of the root element, its values.
+const THEME = ["Theme", "banyan.theme", "theme", ["auto", "light", "dark"]];
+const TEXT = ["Text", "banyan.text", "text", ["normal", "large"]];
 
 const place = document.getElementById("page");
+const side = document.getElementById("side");
 let leaving = new AbortController();
 
 function open() {
-  const name = location.hash.slice(2);
-  const page = PAGES[name] ?? chat;
+  const name = PAGES[location.hash.slice(2)] ? location.hash.slice(2) : "chat";
+  const page = PAGES[name];
   leaving.abort();
   leaving = new AbortController();
   document.title = `${page.title} · Banyan`;
+  document.getElementById("here").textContent = page.title;
   for (const link of document.querySelectorAll("#pages a")) {
-    const isHere = link.hash === `#/${PAGES[name] ? name : "chat"}`;
-    if (isHere) link.setAttribute("aria-current", "page");
+    if (link.hash === `#/${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  place.className = `page at-${PAGES[name] ? name : "chat"}`;
+  place.className = `page at-${name}`;
   place.replaceChildren();
   page.show(place, leaving.signal);
 }
 
-function look(name) {
-  document.documentElement.dataset.look = LOOKS.includes(name) ? name : "auto";
+/** A button that goes through the values of a choice. */
+function choice([words, kept, attribute, values]) {
+  const root = document.documentElement.dataset;
+  const stored = localStorage.getItem(kept);
+  root[attribute] = values.includes(stored) ? stored : values[0];
+  const pressed = button(`${words}: ${root[attribute]}`, () => {
+    root[attribute] = values[(values.indexOf(root[attribute]) + 1) % values.length];
+    localStorage.setItem(kept, root[attribute]);
+    pressed.textContent = `${words}: ${root[attribute]}`;
+    say(pressed.textContent);
+  });
+  return pressed;
 }
 
-function nextLook(event) {
-  const now = document.documentElement.dataset.look;
-  const next = LOOKS[(LOOKS.indexOf(now) + 1) % LOOKS.length];
-  localStorage.setItem(LOOK, next);
-  look(next);
-  event.target.textContent = `Look: ${next}`;
-  say(`Look: ${next}`);
+/** On a narrow screen the pages are in a drawer that this button opens. */
+function drawer() {
+  const pressed = iconButton("menu", "", () => toggle(), { label: "Menu", class: "quiet", id: "menu",
+    "aria-expanded": "false", "aria-controls": "drawer" });
+  const toggle = (isOpen = !side.classList.contains("open")) => {
+    side.classList.toggle("open", isOpen);
+    pressed.setAttribute("aria-expanded", String(isOpen));
+  };
+  side.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !side.classList.contains("open")) return;
+    toggle(false);
+    pressed.focus();
+  });
+  addEventListener("hashchange", () => toggle(false));
+  document.getElementById("pages").addEventListener("click", () => toggle(false));
+  side.prepend(pressed);
 }
 
 function furnish() {
-  look(localStorage.getItem(LOOK));
   document.getElementById("pages").append(...Object.entries(PAGES).map(([name, page]) =>
-    h("a", { href: `#/${name}` }, page.title)));
+    h("a", { href: `#/${name}` }, icon(name), page.title)));
   const state = h("p", { class: "state" });
-  document.getElementById("foot").append(state,
-    button(`Look: ${document.documentElement.dataset.look}`, nextLook),
-    button("Forget key", () => { forgetKey(); location.reload(); },
-      { hidden: !key() }));
+  document.getElementById("foot").append(state, choice(THEME), choice(TEXT),
+    button("Keyboard", showHelp),
+    button("Forget key", () => { forgetKey(); location.reload(); }, { hidden: !key() }));
+  drawer();
   watch(state);
   document.getElementById("skip").addEventListener("click", (event) => {
     event.preventDefault();
     place.focus();
   });
+  const goTo = (name) => () => { location.hash = `#/${name}`; };
+  listen({ "?": showHelp, ...Object.fromEntries(Object.keys(PAGES).map((name, at) =>
+    [`alt+${at + 1}`, goTo(name)])) }, new AbortController().signal);
   addEventListener("hashchange", () => { open(); place.focus(); });
   open();
 }
 
-/** Whether the server would take a request, in the corner. */
+/** Shows whether the server accepts requests. */
 function watch(state) {
-  const tell = (isReady, text) => {
+  const show = (isReady, text) => {
     state.className = isReady ? "state ready" : "state trouble";
     state.textContent = text;
   };
-  const ready = () => tell(true, "Ready");
-  const not = (error) => tell(false, error.status ? error.message : "The server does not answer");
+  const ready = () => show(true, "Ready");
+  const not = (error) => show(false, error.status ? error.message : "The server does not answer");
   poll("readyz", 5000, new AbortController().signal, ready, not);
 }
 

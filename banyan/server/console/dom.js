@@ -1,5 +1,7 @@
 // Elements without markup: everything on the screen is made here, so that no text can become code.
 
+import { icon } from "./icons.js";
+
 let fields = 0;
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -23,13 +25,19 @@ function furnish(element, properties, children) {
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value != null) element.setAttribute(name, value);
   }
-  element.append(...children.flat().filter((child) => child != null && child !== false));
+  element.append(...children.flat().filter((child) => child != null && child !== false && child !== ""));
   return element;
 }
 
 /** A button with words on it; `label` says more to those who do not see where it stands. */
 export function button(words, onclick, { label, ...more } = {}) {
   return h("button", { type: "button", onclick, "aria-label": label, ...more }, words);
+}
+
+/** A button with an icon before its words; without words it needs a `label`. */
+export function iconButton(kind, words, onclick, { label, ...more } = {}) {
+  return h("button", { type: "button", onclick, "aria-label": label, title: words ? null : label, ...more },
+    icon(kind), words && h("span", {}, words));
 }
 
 /** A labelled field of a form. */
@@ -53,7 +61,7 @@ export function table(caption, heads, rows, properties = {}) {
       h("thead", {}, head), h("tbody", {}, body)));
 }
 
-/** Tell those who listen to the page; others see it. */
+/** Announce a text to screen readers. */
 export function say(text) {
   document.getElementById("said").textContent = text;
 }

@@ -1,15 +1,18 @@
-// What the engines do, as plots: read once a second from their counters, and kept for two minutes.
+// What the engines do, as plots of two minutes or an hour, and the requests that ended.
 
 import { poll } from "./api.js";
-import { h, table } from "./dom.js";
+import { field, h, table } from "./dom.js";
+import { EndedView } from "./ended.js";
+import { count, gib, rate, seconds, share } from "./format.js";
 import { Plot } from "./plot.js";
-import { count, gib, rate, seconds, share } from "./words.js";
 
 export const title = "Engine";
 
 const PERIOD_MS = 1000;
-const ROOM = 120;
 const WINDOW = 3;  // samples that a rate is taken over: counters come with a heartbeat a second
+const SHORT = { name: "2 minutes", points: 120, window: WINDOW };
+const HOUR = { name: "1 hour", points: 360, window: 1 };  // samples of the server, one each 10 s
+const HOUR_MS = 10_000;
 
 // Title, names of the lines, how a figure is read, its value from two samples, and the fixed top.
 const PLOTS = [
@@ -23,34 +26,50 @@ const PLOTS = [
   ["Steps per second", ["steps"], rate, (a, b) => [per(a, b, "steps")]],
 ];
 
-const samples = [];
+const recent = [];  // samples of the last minutes, kept while other pages are shown
 
 export function show(place, signal) {
   const plots = PLOTS.map(([name, lines, words]) => new Plot(name, lines, words));
   const replicas = h("div");
-  const trouble = h("p", { class: "trouble", role: "alert", hidden: true });
-  place.append(h("h1", {}, title), trouble,
+  const error = h("p", { class: "trouble", role: "alert", hidden: true });
+  const ended = new EndedView();
+  const choice = h("select", { onchange: () => draw() },
+    h("option", {}, SHORT.name), h("option", {}, HOUR.name));
+  let hour = [];
+  place.append(h("h1", {}, title), h("div", { class: "finding" }, field("Time", choice)), error,
     h("div", { class: "plots" }, plots.map((plot) => plot.element)),
-    h("h2", {}, "Replicas"), replicas);
-  const draw = () => plots.forEach((plot, i) => plot.show(pointsOf(PLOTS[i][3]), ROOM, PLOTS[i][4]));
+    h("h2", {}, "Replicas"), replicas, ended.element);
+  const draw = () => {
+    const isShort = choice.value === SHORT.name;
+    const { points, window } = isShort ? SHORT : HOUR;
+    const samples = isShort ? recent : hour;
+    plots.forEach((plot, i) => plot.show(pointsOf(samples, points, window, PLOTS[i][3]), points, PLOTS[i][4]));
+  };
+  const fail = ({ message }) => {
+    error.hidden = false;
+    error.textContent = message;
+  };
   const take = (answer) => {
-    trouble.hidden = true;
+    error.hidden = true;
     keep(answer.loads);
-    draw();
+    if (choice.value === SHORT.name) draw();
     replicas.replaceChildren(replicaTable(answer.loads));
   };
-  const fail = (error) => {
-    trouble.hidden = false;
-    trouble.textContent = error.message;
+  const takeHour = ({ history }) => {
+    hour = history;
+    if (choice.value === HOUR.name) draw();
   };
-  if (samples.length) draw();
+  if (recent.length) draw();
   poll("v1/loads?include=core,counters,memory", PERIOD_MS, signal, take, fail);
+  poll("v1/loads?include=core,history", HOUR_MS, signal, takeHour, fail);
+  poll("requests?ended=true", 3 * PERIOD_MS, signal, (found) => ended.show(found.ended),
+    (failure) => ended.fail(failure.message));
 }
 
 /** One sample: the sums over all replicas. */
 function keep(loads) {
   const sum = (of) => loads.reduce((total, load) => total + of(load), 0);
-  samples.push({
+  recent.push({
     at: performance.now() / 1000,
     running: sum((load) => load.num_running_reqs),
     waiting: sum((load) => load.num_waiting_reqs),
@@ -60,12 +79,12 @@ function keep(loads) {
     ...Object.fromEntries(["output_tokens", "prompt_tokens", "cached_tokens", "steps"].map(
       (name) => [name, sum((load) => load.counters[name])])),
   });
-  if (samples.length > ROOM + WINDOW) samples.shift();
+  if (recent.length > SHORT.points + WINDOW) recent.shift();
 }
 
-function pointsOf(value) {
-  return samples.slice(-ROOM).map((sample, i, some) => {
-    const before = samples[samples.length - some.length + i - WINDOW] ?? samples[0];
+function pointsOf(samples, points, window, value) {
+  return samples.slice(-points).map((sample, i, some) => {
+    const before = samples[samples.length - some.length + i - window] ?? samples[0];
     return value(before, sample);
   });
 }

@@ -1,19 +1,21 @@
 // One message of a conversation on the screen.
 
-import { button, copy, field, h } from "./dom.js";
+import { copy, field, h, iconButton, button } from "./dom.js";
+import { count, rate, seconds } from "./format.js";
 import { Markdown } from "./markdown.js";
-import { count, rate, seconds } from "./words.js";
+import { pictureView } from "./pictures.js";
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
+const COPIED = { user: "question", assistant: "answer", tool: "result" };
 
-/** Shows one message; `grow` after it has become longer. */
+/** Shows one message; `grow` after it became longer. */
 export class MessageView {
   /**
-   * `does` has what can be done with it: edit(text), again(), tell(results); each may be absent.
+   * `actions` has what can be done with it: edit(text), again(), proceed(), giveResults(results),
+   * choose(version); each may be absent. `versions` are the messages that could be in its place.
    */
-  constructor(message, does = {}) {
+  constructor(message, versions, actions = {}) {
     this.message = message;
-    this.does = does;
     this.body = h("div", { class: "body" });
     this.text = new Markdown(h("div", { class: "text" }));
     this.thought = h("div", { class: "thought" });
@@ -22,19 +24,24 @@ export class MessageView {
     this.calls = h("div", { class: "calls" });
     this.facts = h("p", { class: "facts" });
     this.actions = h("p", { class: "actions" });
+    const pictures = (message.pictures ?? []).map((one) => h("li", {}, pictureView(one)));
     this.body.append(this.thinking, this.text.place, this.calls);
-    this.element = h("li", { class: `message ${message.role}` },
-      h("h2", {}, NAMES[message.role]), this.body,
-      h("div", { class: "under" }, this.facts, this.actions));
+    if (pictures.length) this.body.prepend(h("ul", { class: "pictures", "aria-label": "Pictures" }, pictures));
+    this.name = h("h2", {}, NAMES[message.role]);
+    this.element = h("li", { class: `message ${message.role}` }, this.name, this.body,
+      h("div", { class: "under" }, versionChoice(message, versions, actions.choose), this.facts,
+        this.actions));
     this.grow();
-    this.offer();
+    this.offer(actions);
   }
 
   grow() {
-    const { role, content, reasoning, calls = [], seen } = this.message;
+    const { role, content, reasoning, calls = [], seen, model } = this.message;
     if (role === "assistant") this.text.show(content);
     else this.text.place.textContent = content;
     this.text.place.classList.toggle("typed", role !== "assistant");
+    this.text.place.hidden = role !== "assistant" && !content;
+    if (model) this.name.textContent = model;
     if (reasoning) {
       this.thinking.hidden = false;
       this.thought.textContent = reasoning;
@@ -43,35 +50,46 @@ export class MessageView {
     if (seen) this.facts.textContent = factsOf(seen);
   }
 
-  /** Say whether more is coming. */
+  /** Show whether more is coming. */
   wait(isWaiting) {
     this.element.classList.toggle("waiting", isWaiting);
     this.element.setAttribute("aria-busy", String(isWaiting));
     this.actions.hidden = isWaiting;
   }
 
-  offer() {
+  offer({ edit, again, proceed, giveResults }) {
     const { role, content, calls } = this.message;
-    const { edit, again, tell } = this.does;
-    const name = NAMES[role].toLowerCase();
+    const offer = (kind, words, act, label) => this.actions.append(iconButton(kind, words, act, { label }));
     if (content) {
-      const pressed = button("Copy", () => copy(content, pressed), { label: `Copy what the ${name} said` });
-      this.actions.append(pressed);
+      const act = ({ currentTarget }) => copy(content, currentTarget.lastChild);
+      offer("copy", "Copy", act, `Copy the ${COPIED[role]}`);
     }
-    if (edit) this.actions.append(button("Edit", () => this.edit(edit), { label: "Edit this message" }));
-    if (again) this.actions.append(button("Answer again", again));
-    if (tell && calls?.length) this.body.append(resultsForm(calls, tell));
+    if (edit) offer("edit", "Edit", () => this.edit(edit), "Edit this message");
+    if (proceed) offer("continue", "Continue", proceed, "Continue this answer");
+    if (again) offer("again", "Answer again", again);
+    if (giveResults && calls?.length) this.body.append(resultsForm(calls, giveResults));
   }
 
   edit(done) {
     const input = h("textarea", { rows: "4", value: this.message.content });
     const send = (event) => { event.preventDefault(); done(input.value); };
     const back = () => form.replaceWith(this.text.place);
-    const form = h("form", { onsubmit: send }, field("Your message", input),
+    const onkeydown = (event) => { if (event.key === "Escape") back(); };
+    const form = h("form", { onsubmit: send, onkeydown }, field("Your message", input),
       h("p", { class: "row" }, h("button", { class: "main" }, "Send"), button("Cancel", back)));
     this.text.place.replaceWith(form);
     input.focus();
   }
+}
+
+/** Buttons that lead to the other versions of a message; nothing where there is one. */
+function versionChoice(message, versions, choose) {
+  if (versions.length < 2) return null;
+  const at = versions.indexOf(message);
+  const step = (kind, label, to) => iconButton(kind, "", () => choose(versions[to]),
+    { label, disabled: !choose || !versions[to] });
+  return h("p", { class: "versions" }, step("before", "Version before", at - 1),
+    h("span", {}, `${at + 1} of ${versions.length}`), step("next", "Next version", at + 1));
 }
 
 function callOf({ name, arguments: given }) {
@@ -79,11 +97,11 @@ function callOf({ name, arguments: given }) {
     h("summary", {}, "Calls ", h("code", {}, name)), h("pre", { tabindex: "0" }, given));
 }
 
-function resultsForm(calls, tell) {
+function resultsForm(calls, giveResults) {
   const inputs = calls.map(() => h("textarea", { rows: "2", required: true }));
   const send = (event) => {
     event.preventDefault();
-    tell(Object.fromEntries(calls.map((call, i) => [call.id, inputs[i].value])));
+    giveResults(Object.fromEntries(calls.map((call, i) => [call.id, inputs[i].value])));
   };
   return h("form", { class: "results", onsubmit: send },
     calls.map((call, i) => field(`What ${call.name} returned`, inputs[i])),

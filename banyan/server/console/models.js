@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { h } from "./dom.js";
-import { count, gib, seconds } from "./words.js";
+import { count, gib, seconds } from "./format.js";
 
 export const title = "Models";
 
@@ -21,7 +21,7 @@ export async function show(place, signal) {
 
 function adapterOf({ id, parent, root }) {
   return h("section", { class: "card" }, h("h2", {}, id),
-    h("p", { class: "soft" }, "An adapter beside ", h("code", {}, parent), ", from ", h("code", {}, root)));
+    h("p", { class: "soft" }, "An adapter of ", h("code", {}, parent), ", from ", h("code", {}, root)));
 }
 
 function cardOf(card, model, server) {
@@ -31,6 +31,7 @@ function cardOf(card, model, server) {
     "From": model.model_path,
     "Architecture": (model.architectures ?? []).join(", "),
     "Context": `${count(card.max_model_len)} tokens`,
+    "Reads": model.has_image_understanding ? "text and pictures" : "text",
     "Makes": model.is_generation ? "text" : "vectors and scores",
     "Weights": gib((memory.weight_bytes ?? 0) / 2 ** 30),
     "Number type": server.dtype,

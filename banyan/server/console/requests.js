@@ -2,7 +2,7 @@
 
 import { ask, poll } from "./api.js";
 import { button, h, say } from "./dom.js";
-import { count, seconds } from "./words.js";
+import { count, seconds } from "./format.js";
 
 export const title = "Requests";
 
@@ -13,16 +13,16 @@ const HEADS = ["Request", "Phase", "Prompt", "Cached", "Computed", "Output", "Wa
 
 export function show(place, signal) {
   const body = h("tbody");
-  const told = h("p", { class: "soft" });
+  const summaryLine = h("p", { class: "soft" });
   const rows = new Map();
   const trouble = h("p", { class: "trouble", role: "alert", hidden: true });
-  place.append(h("h1", {}, title), told, trouble,
+  place.append(h("h1", {}, title), summaryLine, trouble,
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Requests" },
       h("table", { class: "live" }, h("caption", { class: "hidden" }, "Requests that live now"),
         h("thead", {}, h("tr", {}, HEADS.map((text) => h("th", { scope: "col" }, text)))), body)));
   const take = ({ requests, open }) => {
     trouble.hidden = true;
-    told.textContent = summary(requests, open);
+    summaryLine.textContent = summary(requests, open);
     update(body, rows, requests);
   };
   const fail = (error) => {

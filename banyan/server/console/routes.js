@@ -62,22 +62,22 @@ function tryForm(method, path, schema) {
   const where = h("input", { value: path.slice(1), spellcheck: "false", class: "codelike" });
   const body = schema && h("textarea", { rows: "4", spellcheck: "false", class: "codelike",
     value: JSON.stringify(sampleOf(schema), null, 1) });
-  const told = h("pre", { tabindex: "0", hidden: true, "aria-live": "polite" });
+  const answerText = h("pre", { tabindex: "0", hidden: true, "aria-live": "polite" });
   const send = async (event) => {
     event.preventDefault();
-    told.hidden = false;
-    told.textContent = "…";
+    answerText.hidden = false;
+    answerText.textContent = "…";
     try {
       const sent = body && body.value.trim() ? JSON.parse(body.value) : undefined;
       const answer = await reach(where.value, { method, body: sent });
-      told.textContent = `${answer.status} ${answer.statusText}\n${(await answer.text()).slice(0, LONGEST)}`;
+      answerText.textContent = `${answer.status} ${answer.statusText}\n${(await answer.text()).slice(0, LONGEST)}`;
     } catch (error) {
-      told.textContent = error.message;
+      answerText.textContent = error.message;
     }
   };
   return h("form", { onsubmit: send }, field("Path", where), body && field("Body", body),
     h("p", { class: "row" }, h("button", {}, `Send ${method}`),
-      button("Clear", () => { told.hidden = true; })), told);
+      button("Clear", () => { answerText.hidden = true; })), answerText);
 }
 
 /** What the required fields might hold. */

@@ -11,14 +11,14 @@ export async function show(place, signal) {
   const body = h("div");
   const words = h("input", { type: "search", placeholder: "page-size", oninput: () => draw() });
   const only = h("input", { type: "checkbox", onchange: () => draw() });
-  const told = h("p", { class: "soft", role: "status" });
+  const number = h("p", { class: "soft", role: "status" });
   let rows = [];
   const draw = () => {
     const wanted = words.value.trim().toLowerCase();
     const some = rows.filter(([name, value, origin]) =>
       (!only.checked || origin !== DEFAULT)
       && `${name} ${value} ${origin}`.toLowerCase().includes(wanted));
-    told.textContent = `${some.length} of ${rows.length} settings.`;
+    number.textContent = `${some.length} of ${rows.length} settings.`;
     body.replaceChildren(table("Settings", ["Setting", "Value", "Set by"], some.map(cells)));
   };
   place.append(h("h1", {}, title),
@@ -27,7 +27,7 @@ export async function show(place, signal) {
     h("form", { class: "finding", onsubmit: (event) => event.preventDefault() },
       field("Find", words),
       h("label", { class: "check" }, only, "Only what differs from the defaults")),
-    told, body);
+    number, body);
   try {
     rows = rowsOf(await ask("server_info", { signal }));
     draw();

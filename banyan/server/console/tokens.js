@@ -2,7 +2,7 @@
 
 import { ask, stream } from "./api.js";
 import { field, h, say } from "./dom.js";
-import { share } from "./words.js";
+import { share } from "./format.js";
 
 export const title = "Token view";
 

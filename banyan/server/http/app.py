@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import RequestError
-from banyan.base.fair_share import CALLER, FairShare
+from banyan.base.fair_share import CALLER, FairShare, Turns
 from banyan.base.log import logger, printable
 from banyan.base.memory import give_back
 from banyan.config.schema import Config, ObserveConfig
@@ -107,6 +107,8 @@ class App(Generic[S]):
         )
         self._max_body = server.max_body_bytes
         self._memory = FairShare(BODIES_IN_MEMORY * server.max_body_bytes)
+        self._large = Turns(FairShare(1, reserved=0))
+        """Large bodies are parsed one after the other."""
         self._root = server.root_path.rstrip("/")
         self._send_timeout_s = send_timeout_s
         self._tokenizer_waits, self._is_strict = server.tokenizer_waits, server.strict_requests
@@ -139,6 +141,7 @@ class App(Generic[S]):
         self.open_requests[exchange] = None
         body = ReceivedBody(self._memory)
         exchange.request.release_body = body.release
+        exchange.request.large = self._large
         exchange.retry_after_s = self.state.retry_after_s
         held = contextlib.ExitStack()
         try:

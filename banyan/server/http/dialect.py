@@ -130,6 +130,8 @@ OLLAMA = Dialect(
     error_event=_ollama_error,
     unauthorized={"error": "unauthorized"},
 )
+OLLAMA_VERSION = "0.12.11"
+"""Release of Ollama with these routes. Clients compare it with their minimum."""
 """One JSON object a line; errors are {"error": text}."""
 
 

@@ -25,6 +25,7 @@ from urllib.parse import parse_qsl
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.base.fair_share import CALLER, Turns
 from banyan.base.log import printable
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
 from banyan.media.preparation import MediaService, NeedsMedia
@@ -32,7 +33,7 @@ from banyan.requests.generation import Chunks
 from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import RETRY_AFTER_S, Json
 from banyan.server.http.dialect import OPENAI
-from banyan.server.http.limits import ClientGone, json_object
+from banyan.server.http.limits import QUICK_BYTES, ClientGone, json_object
 
 Scope = MutableMapping[str, Any]
 
@@ -61,6 +62,8 @@ class HttpRequest:
         """Empty once it has been parsed."""
         self.release_body: Callable[[], None] = _nothing
         """Called when the body is no longer in memory."""
+        self.large: Turns | None = None
+        """Turns for the parsing of large bodies."""
         self._tokenizer_waits = tokenizer_waits
 
     def header(self, name: bytes) -> str:
@@ -97,7 +100,11 @@ class HttpRequest:
         body = self.body
         size = len(body) + (THREAD_BYTES + 1 if waits or self._tokenizer_waits else 0)
         try:
-            found = await off_loop(size, lambda: work(json_object(body, self.media)))
+            if len(body) > QUICK_BYTES and self.large is not None:
+                raw = await self._parsed_in_turn(body, self.large)
+                found = await off_loop(size, lambda: work(raw))
+            else:
+                found = await off_loop(size, lambda: work(json_object(body, self.media)))
         except NeedsMedia:
             raise
         except BaseException:
@@ -105,6 +112,15 @@ class HttpRequest:
             raise
         self.drop_body()
         return found
+
+    async def _parsed_in_turn(self, body: bytes, large: Turns) -> Json:
+        """Parse next to the event loop only: each thread that parses makes it wait longer."""
+        caller = CALLER.get()
+        await large.enter(caller)
+        try:
+            return await off_loop(len(body), lambda: json_object(body, self.media))
+        finally:
+            large.leave(caller)
 
     def drop_body(self) -> None:
         self.body = b""

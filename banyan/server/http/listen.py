@@ -53,6 +53,11 @@ MAX_HELD_BYTES = 64 << 10
 """Most bytes that a connection holds back. More are written at once, so that it is noticed when the
 client's buffer is full."""
 
+DRAIN_S, DRAIN_REFUSED_S = 30.0, 2.0
+MAX_DRAINED_BYTES = 256 << 20
+"""Bounds of what is received and dropped after a response, which the client may read only when its
+body is sent: closing at once would reset the connection, and the response would be lost."""
+
 Application = Callable[..., Awaitable[Any]]
 
 
@@ -202,13 +207,21 @@ class BatchedTransport(asyncio.Transport):
     Args:
         inner: the transport of the connection.
         batch: shared by the connections of `loop`; all calls are made on that loop.
+        drain: called by `close`. If it returns True, the client is still sending: only the
+            sending side ends, and `drain` has arranged for `end` or `abort`.
     """
 
     def __init__(
-        self, inner: asyncio.Transport, batch: WriteBatch, loop: asyncio.AbstractEventLoop
+        self,
+        inner: asyncio.Transport,
+        batch: WriteBatch,
+        loop: asyncio.AbstractEventLoop,
+        drain: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
         self._inner = inner
+        self._drain = drain
+        self._is_half_closed = False
         self._batch = batch
         self._loop = loop
         self._held: list[bytes] = []
@@ -227,11 +240,23 @@ class BatchedTransport(asyncio.Transport):
         held = self._held
         if held:
             self._held, self._held_bytes = [], 0
-            if self._inner.is_closing():
+            if self.is_closing():
                 return  # uvloop's transport raises when its client has gone
             self._inner.write(held[0] if len(held) == 1 else b"".join(held))
 
     def close(self) -> None:
+        self.flush()
+        if self.is_closing():
+            return
+        if self._drain is None or not self._drain():
+            self._inner.close()
+            return
+        self._is_half_closed = True
+        if self._inner.can_write_eof():  # not with TLS
+            self._inner.write_eof()
+
+    def end(self) -> None:
+        """Close when everything is written, whatever the client still sends."""
         self.flush()
         self._inner.close()
 
@@ -240,7 +265,7 @@ class BatchedTransport(asyncio.Transport):
         self._inner.abort()
 
     def is_closing(self) -> bool:
-        return self._inner.is_closing()
+        return self._is_half_closed or self._inner.is_closing()
 
     def get_extra_info(self, name: str, default: object = None) -> object:
         return self._inner.get_extra_info(name, default)
@@ -264,11 +289,14 @@ class Connection(HttpToolsProtocol):
     _num_pending = 0
     """Bytes since the last ones that were part of a body, or ended headers or a request."""
     _trailer_bytes = 0
-    _in_head = True
+    _drained_bytes = 0
+    _in_body = False
+    """Between the headers of a request and its end."""
     _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(BatchedTransport(transport, self.batch, self.loop))
+        batched = BatchedTransport(transport, self.batch, self.loop, self._begin_drain)
+        super().connection_made(batched)
         if len(self.connections) > MAX_CONNECTIONS:
             self._is_refused = True
             transport.abort()
@@ -280,28 +308,33 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if self._is_refused or (self._in_body and (is_answered or self.transport.is_closing())):
+            self._drain(len(data))
+        elif is_answered and self._deadline is None:
+            self._start_header_timer()
         if self._is_refused:
             return
-        if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-            self._start_header_timer()
         self._num_pending += len(data)
         super().data_received(data)
         if max(self._num_pending, self._trailer_bytes) > MAX_HEADER_BYTES:
             self._refuse(f"headers of more than {MAX_HEADER_BYTES} bytes")
 
     def on_message_begin(self) -> None:
-        self._in_head, self._trailer_bytes = True, 0
+        self._trailer_bytes = self._drained_bytes = 0
         super().on_message_begin()
         cast(Scope, self.scope)[ABORT] = self.transport.abort
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:
+        if not self._in_body:
             super().on_header(name, value)
         else:  # a trailer, which is ignored
             self._trailer_bytes += len(name) + len(value)
 
     def on_headers_complete(self) -> None:
-        self._num_pending, self._in_head = 0, False
+        if self._is_refused:
+            return
+        self._num_pending, self._in_body = 0, True
         size = len(self.url) + sum(len(n) + len(v) for n, v in self.headers)
         self._cancel_header_timer()
         if len(self.headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
@@ -320,9 +353,41 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._num_pending = 0
-        if not self._is_refused:
-            super().on_message_complete()
+        self._num_pending, self._in_body = 0, False
+        if self._is_refused:
+            return
+        self._cancel_header_timer()
+        if self.transport.is_closing():  # the body of an answered request has ended
+            self._is_refused = True
+            cast(BatchedTransport, self.transport).end()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self._in_body and self.cycle.response_complete:
+            self._begin_drain()
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._is_refused = True
+        super().send_400_response(msg)
+
+    def _begin_drain(self) -> bool:
+        """Whether the client is still sending; if so, wait for the end of it for a bounded time."""
+        if self._in_body or self._is_refused:
+            self._cancel_header_timer()
+            self.flow.resume_reading()
+            self._drain(0)
+            return True
+        return False
+
+    def _drain(self, size: int) -> None:
+        """Drop bytes of a body after its response, within bounds."""
+        self._drained_bytes += size
+        if self._drained_bytes > MAX_DRAINED_BYTES:
+            self.transport.abort()
+        elif self._deadline is None:
+            limit_s = DRAIN_REFUSED_S if self._is_refused else DRAIN_S
+            self._deadline = self.loop.call_later(limit_s, self.transport.abort)
 
     def _start_header_timer(self) -> None:
         self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self._on_header_timeout)
@@ -344,7 +409,8 @@ class Connection(HttpToolsProtocol):
             return
         self._is_refused = True
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # a response here would be read as part of the other answer
+            # A response here would be read as part of the other answer.
+            cast(BatchedTransport, self.transport).end()
             return
         body = text.encode()
         head = b"HTTP/1.1 %b\r\ncontent-type: text/plain\r\nconnection: close\r\n" % status

@@ -146,6 +146,7 @@ class Server:
             return await self._serve(fleet, supervisors)
         finally:
             watch.cancel()
+            self.state.history.stop()
             self.state.storage.close()
             self._end_all()
             is_now = self._now.is_set()

@@ -26,6 +26,7 @@ from banyan.config.delete_checkpoint import delete_weight_files
 from banyan.config.hooks import read_prompt
 from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.engine_client.client import Replicas
+from banyan.engine_client.history import LoadHistory
 from banyan.engine_client.metrics_observer import MetricsObserver
 from banyan.engine_client.request_log import WITH_BEGINNINGS, Recent, metrics_observers_of
 from banyan.engine_client.text_generator import open_generator
@@ -90,8 +91,9 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
         state.recent = Recent(Path(config.observe.dumps))
     state.traces = open_traces(config.observe, state.served_name, state.version)
     watch = None if state.traces is None else state.traces.watch
+    ended = None if config.server.disable_console else state.ended
     metrics_observers: list[MetricsObserver] = [
-        observer for observer in (state.metrics, state.recent) if observer is not None
+        observer for observer in (state.metrics, state.recent, ended) if observer is not None
     ]
     service = Service(
         model_config=model_config,
@@ -126,6 +128,9 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
     end_phase(state.phases, "warm-up")
     delete_weight_files(config, model_config)
     let_go()
+    if ended is not None:
+        state.history = LoadHistory(config.cache.page_size)
+        state.history.start(client.replicas)
     return service
 
 

@@ -9,13 +9,11 @@ from pathlib import Path
 
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
+from banyan.server.http.dialect import OLLAMA_VERSION
 from banyan.server.http.exchange import HttpExchange
 from banyan.server.ollama.schema import SAMPLING, ShowRequest, model_and_adapter_of, read, reporter
 from banyan.server.openai.schema import SAMPLING as NATIVE
 from banyan.server.state import ServerState, Service
-
-API_VERSION = "0.12.11"
-"""Release of Ollama with these routes. Clients compare it with their minimum."""
 
 NO_LIBRARY = "this server has one model, given at its start; it pulls, makes and deletes none"
 
@@ -57,11 +55,16 @@ async def show(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def version(exchange: HttpExchange, state: ServerState) -> None:
-    await exchange.json({"version": API_VERSION})
+    await exchange.json({"version": OLLAMA_VERSION})
 
 
 async def no_library(exchange: HttpExchange, state: ServerState) -> None:
-    raise RequestError(NO_LIBRARY, status=501, code="not_available")
+    raise RequestError(
+        NO_LIBRARY,
+        status=501,
+        code="not_available",
+        hint="banyan serve --models-dir hub serves every model of this machine, and pulls more",
+    )
 
 
 def _loaded_at(state: ServerState) -> datetime:

@@ -1,5 +1,5 @@
-"""The documents' command lines for Ascend NPUs: those of the install page, and the first node's of
-each role of the two recipes, which are kept in `tests/ascend/launch/golden`.
+"""The documents' command lines as they start on emulated NPUs: every one of SGLang's pages, and the
+first node's of each role of the two recipes, which are kept in `tests/ascend/launch/golden`.
 
 Counts of ranks are smaller by one factor, and addresses are this machine's.
 `python -m tests.ascend.emulation.commands` prints the lines for docs/ascend.md.
@@ -7,99 +7,60 @@ Counts of ranks are smaller by one factor, and addresses are this machine's.
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.documented_lines import LEFT_OUT, REFUSED_ON_NPU, STARTS, DocumentedLine
 
 FACTOR = 4
 """Of ranks, replicas, and tokens that ranks divide: what is less than one stays one."""
+PAIRED = 2
+"""Least ranks of a line that has several."""
 GOLDEN = Path(__file__).parents[1] / "launch" / "golden"
-_COUNTED = ("--tp-size", "--dp-size", "--ep-size", "--attn-cp-size", "--max-prefill-tokens")
+_COUNTED = (
+    *("--tp", "--tp-size", "--dp-size", "--ep", "--ep-size"),
+    *("--attn-cp-size", "--max-prefill-tokens"),
+)
 _OF_MACHINES = ("--host", "--port", "--dist-init-addr", "--model-path", "--node-rank")
 _OF_THEIR_HOSTS = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "SGLANG_SET_CPU_AFFINITY")
 """Names of interfaces, and a wish that takes as many cores as ranks."""
-_PAGE = (
-    "--model-path M --trust-remote-code --attention-backend ascend --mem-fraction-static 0.8 "
-    "--quantization w8a8_int8 --tp-size 16 --dp-size 1 --nnodes 1 --node-rank 0 "
-    "--disaggregation-transfer-backend ascend --dist-init-addr 192.0.2.7:6688 --host 192.0.2.7 "
-    "--device npu "
-)
-_STORE = {
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-    "ASCEND_MF_STORE_URL": "tcp://192.0.2.7:6670",
-}
 
 
-@dataclass(frozen=True)
-class Line:
-    """
-    Attributes:
-        words: flags and their values, as documented.
-    """
-
-    words: tuple[str, ...]
-    variables: Mapping[str, str]
-
-    @classmethod
-    def of(cls, text: str, variables: Mapping[str, str]) -> "Line":
-        return cls(tuple(text.split()), variables)
-
-    def flags(self) -> Iterator[tuple[str, ...]]:
-        """Each flag with its value."""
-        starts = [at for at, word in enumerate(self.words) if word.startswith("--")]
-        for start, end in zip(starts, [*starts[1:], len(self.words)], strict=True):
-            yield self.words[start:end]
-
-    @property
-    def role(self) -> str:
-        """ "prefill", "decode" or ""."""
-        return next((flag[1] for flag in self.flags() if flag[0] == "--disaggregation-mode"), "")
-
-    def scaled(self, nodes: int = 1) -> "Line":
-        """With the counts of small machines, so many, and no addresses."""
-        words: list[str] = []
-        for flag, *value in self.flags():
-            if flag == "--nnodes":
-                value = [str(nodes)]
-            elif flag in _COUNTED:
-                value = [str(max(1, int(value[0]) // FACTOR))]
-            if flag not in _OF_MACHINES:
-                words += [flag, *value]
-        kept = {k: v for k, v in self.variables.items() if k not in _OF_THEIR_HOSTS}
-        return Line(tuple(words), kept)
+def nodes_of(line: DocumentedLine) -> int:
+    return next((int(flag[1]) for flag in line.flags() if flag[0] == "--nnodes"), 1)
 
 
-def _golden(recipe: str, role: str) -> Line:
+def scaled(line: DocumentedLine, nodes: int = 1) -> DocumentedLine:
+    """With the counts of small machines, so many, and no addresses."""
+    words: list[str] = []
+    for flag, *value in line.flags():
+        if flag == "--nnodes":
+            value = [str(nodes)]
+        elif flag in _COUNTED and int(value[0]) > PAIRED:
+            value = [str(max(PAIRED, int(value[0]) // FACTOR))]
+        if flag not in _OF_MACHINES:
+            words += [flag, *value]
+    kept = {k: v for k, v in line.variables.items() if k not in _OF_THEIR_HOSTS}
+    return DocumentedLine(line.module, tuple(words), kept)
+
+
+def _golden(recipe: str, role: str) -> DocumentedLine:
     folder = GOLDEN / recipe
     script = (folder / f"{role}-0-0.sh").read_text()
-    command = script.partition("banyan.launch_server")[2]
+    module, command = "banyan.launch_server", script.partition("banyan.launch_server")[2]
     pairs = re.findall(r"^(\w+)=(.*)$", (folder / f"{role}-0-0.env").read_text(), re.MULTILINE)
-    return Line(tuple(shlex.split(command.replace("\\\n", " "))), dict(pairs))
+    return DocumentedLine(module, tuple(shlex.split(command.replace("\\\n", " "))), dict(pairs))
 
 
-LINES = {
-    "install page, one server": Line.of(
-        "--model-path M --attention-backend ascend --host 0.0.0.0 --port 30000 --device npu", {}
-    ),
-    "install page, prefill": Line.of(
-        _PAGE + "--disaggregation-mode prefill --disaggregation-bootstrap-port 6657 --port 8000",
-        _STORE,
-    ),
-    "install page, decode": Line.of(
-        _PAGE + "--disaggregation-mode decode --port 8001 --enable-deepep-moe "
-        "--deepep-mode low_latency --ep-size 16",
-        _STORE
-        | {
-            "HCCL_BUFFSIZE": "200",
-            "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "24",
-            "SGLANG_NPU_USE_MLAPO": "1",
-        },
-    ),
-    **{
-        f"recipe {recipe}, {role}": _golden(recipe, role)
-        for recipe in ("deepseek-r1", "deepseek-v3.2")
-        for role in ("prefill", "decode")
-    },
+def _completed(name: str) -> DocumentedLine:
+    line = STARTS[name]
+    return DocumentedLine(line.module, (*line.words, *LEFT_OUT.get(name, ())), line.variables)
+
+
+LINES = {name: _completed(name) for name in STARTS if name not in REFUSED_ON_NPU} | {
+    f"recipe {recipe}: {role}": _golden(recipe, role)
+    for recipe in ("deepseek-r1", "deepseek-v3.2")
+    for role in ("prefill", "decode")
 }
 
 
@@ -108,9 +69,17 @@ def table() -> Iterator[str]:
     yield "| command line | ranks |"
     yield "|---|---|"
     for name, line in LINES.items():
-        given = dict(flag for flag in line.flags() if len(flag) == 2)
-        small = dict(flag for flag in line.scaled().flags() if len(flag) == 2)
-        yield f"| {name} | {given.get('--tp-size', 1)}, here {small.get('--tp-size', 1)} |"
+        yield f"| {name} | {ranks_of(line)}, here {ranks_of(scaled(line))} |"
+    for name, why in REFUSED_ON_NPU.items():
+        yield f"| {name} | refused: {why} |"
+
+
+def ranks_of(line: DocumentedLine) -> int:
+    """--tensor-parallel-size; of the file of flags, 2."""
+    given = dict(flag for flag in line.flags() if len(flag) == 2)
+    if "--config" in given:
+        return 2
+    return int(given.get("--tp-size") or given.get("--tp") or 1)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Graph:
         self.takes_updates = False
         self._calls: list[Call] = []
         self._is_ready = False
-        self._is_told = True
+        self._is_set = True
         self._written: dict[int, set[int]] = {}
         """Memory of pages -> the places that were written last, in this run."""
 
@@ -52,7 +52,7 @@ class Graph:
 
     def seal(self) -> None:
         self._is_ready = True
-        self._is_told = not self._updatable()
+        self._is_set = not self._updatable()
 
     def pool(self) -> tuple[int, int]:
         return (0, 1)
@@ -70,7 +70,7 @@ class Graph:
             for key, value in given[at if len(given) > 1 else 0].items():
                 if key in named and key in UPDATABLE[operator._schema.name]:
                     named[key] = list(value)
-        self._is_told = all(self._has_heard(call, given) for call in calls)
+        self._is_set = all(self._has_heard(call, given) for call in calls)
 
     def _has_heard(self, call: "Call", given: list[dict[str, list[int]]]) -> bool:
         """Whether an operator's numbers of keys are among what was told."""
@@ -81,9 +81,9 @@ class Graph:
     def replay(self) -> None:
         if not self._is_ready:
             raise ContractError("the graph was not captured to its end")
-        if not self._is_told:
+        if not self._is_set:
             raise ContractError("the graph is replayed with the lengths of its last run")
-        self._is_told = not self._updatable()
+        self._is_set = not self._updatable()
         self._written.clear()
         for operator, args, named, results in self._calls:
             self._follow(operator._schema.name, args, named)

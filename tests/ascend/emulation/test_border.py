@@ -45,7 +45,7 @@ def test_the_runner_on_a_device_gives_the_oracles_answers(request, kit) -> None:
     assert kit.captured and kit.eager
 
 
-def _graphs_are_told_the_lengths_before(patch: pytest.MonkeyPatch) -> None:
+def _graphs_get_the_lengths_before(patch: pytest.MonkeyPatch) -> None:
     replay = _LengthGraph.replay
     patch.setattr(_LengthGraph, "replay", lambda s, at=(): replay(s, [max(1, n - 1) for n in at]))
 
@@ -57,7 +57,7 @@ def _rows_forget_their_last_key(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-DEFECTS = (_graphs_are_told_the_lengths_before, _rows_forget_their_last_key)
+DEFECTS = (_graphs_get_the_lengths_before, _rows_forget_their_last_key)
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

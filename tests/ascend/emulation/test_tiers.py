@@ -19,7 +19,7 @@ from tests.support.emulated_ranks import IN_ALL
 from tests.system.checkpoint import LAYERS, write_tiny_model
 from tests.system.serving import wait_until
 
-PAGE, PAGES, WAIT_S = 128, 8, 30.0
+PAGE, PAGES, WAIT_S = 128, 8, 60.0
 PROMPT = [i * 7 % 200 + 5 for i in range(513)]
 KEPT = 512
 """Tokens of PROMPT in whole pages, the last token left out."""

@@ -257,13 +257,11 @@ def test_containers_get_the_devices_of_the_chip_and_the_same_command(soc: str) -
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "is_told"), [("192.0.2.1,192.0.2.2", True), ("192.0.2.1", False)]
-)
-def test_several_machines_learn_that_they_need_a_secret(nodes, is_told, capsys) -> None:
+@pytest.mark.parametrize(("nodes", "is_set"), [("192.0.2.1,192.0.2.2", True), ("192.0.2.1", False)])
+def test_several_machines_learn_that_they_need_a_secret(nodes, is_set, capsys) -> None:
     words = ("recipe", "/models/M", "--soc", "A3", "--serve", nodes, "--interface", "eth0")
     assert main(words) == 0
-    assert ("BANYAN_DIST_SECRET, the same long random text" in capsys.readouterr().err) == is_told
+    assert ("BANYAN_DIST_SECRET, the same long random text" in capsys.readouterr().err) == is_set
 
 
 def test_files_are_written_where_they_are_wished(tmp_path: Path, capsys) -> None:

@@ -308,7 +308,7 @@ ALL_BROKEN = [*BROKEN.items(), *OTHERWISE]
 
 
 def test_a_rule_that_is_broken_is_reported_with_its_numbers_and_what_to_do() -> None:
-    def is_told(broken: tuple[str, Case]) -> None:
+    def is_set(broken: tuple[str, Case]) -> None:
         rule, case = broken
         found = [finding for finding in check(case.launch()) if finding.rule == rule]
         assert found, "nothing was found"
@@ -319,7 +319,7 @@ def test_a_rule_that_is_broken_is_reported_with_its_numbers_and_what_to_do() -> 
         assert case.says
         assert any(case.says in finding.line for finding in found), [f.line for f in found]
 
-    check_each(ALL_BROKEN, is_told)
+    check_each(ALL_BROKEN, is_set)
 
 
 def test_every_place_that_finds_something_has_a_case(monkeypatch) -> None:

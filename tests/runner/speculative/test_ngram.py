@@ -64,7 +64,7 @@ def test_places_that_agree_over_more_than_the_longest_suffix_are_equal():
     assert drafts_after([7, 1, 2, 3], *seen, flags="max-match-window-size 3")[:1] == [60]
 
 
-def test_no_more_places_are_looked_at_than_told():
+def test_no_more_places_are_looked_at_than_the_limit():
     seen = [[7, 1, 2, 3, 50], [8, 1, 2, 3, 60], [9, 1, 2, 3, 70]]
     assert drafts_after([7, 1, 2, 3], *seen, flags="max-bfs-breadth 3")[:1] == [50]
     assert drafts_after([7, 1, 2, 3], *seen, flags="max-bfs-breadth 2")[:1] == [70]
