@@ -20,7 +20,7 @@ from banyan.kv_cache.sizing import MIB, CacheGroup, MemoryPlan
 from banyan.lora.adapter_files import named_adapters
 from banyan.lora.scheduling import AdapterRules, Adapters, FirstAdapter
 from banyan.messages.spans import ContentKind
-from banyan.model_config.media import SoundTowerConfig, TowerConfig
+from banyan.model_config.media import SoundTowerConfig, TowerConfig, is_cross
 from banyan.model_config.model_config import FULL, ModelConfig
 from banyan.scheduler.budget import Growth, Priorities, SchedulerLimits
 from banyan.scheduler.schedule_policy import SCHEDULE_POLICIES
@@ -151,7 +151,9 @@ def core_spec(
         eviction=config.cache.eviction,
         eviction_numbers=config.cache.eviction_numbers,
         share=not (
-            config.cache.disable_radix or model_config.needs_whole_prompts or model_config.is_cross
+            config.cache.disable_radix
+            or model_config.needs_whole_prompts
+            or is_cross(model_config.media)
         ),
         store=_store_rules(config.cache, memory) if can_have_store(config, model_config) else None,
         role=config.handoff.role,
@@ -173,13 +175,13 @@ def content_limits(
     heads = sum(model_config.heads_of(layer) for layer in layers) * model_config.head_dim
     inner = sum(model_config.inner_of(layer) for layer in layers)
     pool_rows = max(_TOWER_ROWS, max_request_tokens)
-    if model_config.is_cross and media.sound is not None:
+    if is_cross(model_config.media) and media.sound is not None:
         tower = media.sound.tower
         rows = media.sound.rows(1, tower.window)
         pool_rows = rows * max(2, min(max_running + 1, _CROSS_BYTES // (4 * rows * tower.out)))
     return ContentLimits(
         pool_rows=pool_rows,
-        is_cross=model_config.is_cross,
+        is_cross=is_cross(model_config.media),
         towers=tuple(towers),
         token_work=model_config.hidden_size * (3 * heads + 3 * inner),
     )

@@ -93,6 +93,8 @@ class TowerConfig:
         return self.out * (1 + len(self.deep_blocks))
 
 
+PATCHES, MEL = "patches", "mel"
+"""Kinds of contents that towers read."""
 FRAMES_PER_SECOND = 100
 """Mel frames."""
 SAMPLE_RATE = 16_000
@@ -101,7 +103,7 @@ SAMPLE_RATE = 16_000
 
 @dataclass(frozen=True)
 class SoundTowerConfig:
-    """Sizes of a sound tower: two convolutions over mel frames, the second of which halves their
+    """Sizes of a sound tower: two convolutions over mel frames, where the second halves their
     number, then transformer blocks (Whisper's encoder, arXiv 2212.04356).
 
     Attributes:
@@ -194,8 +196,19 @@ class MediaConfig:
         return () if self.tower is None else self.tower.deep_blocks
 
     @property
+    def towers(self) -> Mapping[str, TowerConfig | SoundTowerConfig]:
+        """By the kind of content that each reads (`messages/spans.py`)."""
+        both = {PATCHES: self.tower, MEL: None if self.sound is None else self.sound.tower}
+        return {kind: config for kind, config in both.items() if config is not None}
+
+    @property
     def placeholders(self) -> tuple[int, ...]:
         """Ids that a prompt may hold only with content."""
         sound = None if self.sound is None or self.sound.is_cross else self.sound.token
         found = (self.image_token, self.video_token, sound)
         return tuple(token for token in found if token is not None)
+
+
+def is_cross(media: MediaConfig | None) -> bool:
+    """Whether the layers of a model read the features of contents by cross attention."""
+    return media is not None and media.sound is not None and media.sound.is_cross

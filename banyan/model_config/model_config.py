@@ -406,11 +406,6 @@ class ModelConfig:
         return self.dtype in ("float32", "bfloat16", "float16", "f32", "f16", "bf16")
 
     @property
-    def is_cross(self) -> bool:
-        """Whether layers read the features of contents by cross attention."""
-        return self.media is not None and self.media.sound is not None and self.media.sound.is_cross
-
-    @property
     def needs_whole_prompts(self) -> bool:
         """Whether a prompt must run in one row, without chunks or prefix cache."""
         return self.is_encoder or (self.pooling is not None and self.pooling.kind != LAST)

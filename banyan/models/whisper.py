@@ -21,6 +21,7 @@ from banyan.layers.mlp import PlainMLP
 from banyan.layers.norm import LayerNorm
 from banyan.layers.step_inputs import AttentionSpec, CrossRow, StepInputs
 from banyan.layers.weight_slot import ShardRule
+from banyan.model_config.media import is_cross
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.towers.vision import Tower
 from banyan.ops.api import NotRecordable
@@ -108,7 +109,7 @@ class WhisperLM(nn.Module):
 
     def __init__(self, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
-        if not model_config.is_cross:
+        if not is_cross(model_config.media):
             raise ModelError(
                 "the decoder of Whisper reads nothing but sound",
                 hint="leave out --language-model-only",

@@ -7,6 +7,7 @@ from banyan.config.schema import Config, ServerConfig
 from banyan.media.preparation import MediaService
 from banyan.messages.events import Ready
 from banyan.messages.sampling_params import LOGIT_PROCESSORS
+from banyan.model_config.media import is_cross
 from banyan.model_config.model_config import ModelConfig
 from banyan.requests.sampling_params import (
     NATIVE_DEFAULTS,
@@ -52,7 +53,7 @@ def limits_of(
         role=config.handoff.role,
         has_rooms=config.handoff.transfer != "fake",
         media_ids=() if model_config.media is None else model_config.media.placeholders,
-        is_transcriber=model_config.is_cross,
+        is_transcriber=is_cross(model_config.media),
         fakes_prompts=config.handoff.fakes_prompts and config.handoff.mode == "decode",
     )
 

@@ -7,6 +7,7 @@ from banyan.context_parallel.forward import ContextParallelForward, GatheredAtte
 from banyan.context_parallel.split import share_capacity
 from banyan.layers.build import Build
 from banyan.layers.latent_attention import index_shape
+from banyan.model_config.media import is_cross
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable
 from banyan.ops.bind import BoundOps
@@ -68,7 +69,7 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
             branching=config.branching,
             has_adapters=build.adapters is not None,
             takes_features=model.takes_features
-            and not model.model_config.is_cross
+            and not is_cross(model.model_config.media)
             and not build.groups.stages.rank,
             has_axes=model.model_config.media is not None and bool(model.model_config.media.axes),
         )
@@ -140,7 +141,7 @@ def _prunes_outputs(model: Model, build: Build, config: RunnerConfig) -> bool:
 
 def _why_not_captured(model: Model, build: Build, config: RunnerConfig, platform: Platform) -> str:
     """Why steps of this runner cannot be captured; "" = they can."""
-    if model.model_config.is_cross:
+    if is_cross(model.model_config.media):
         return "each row attends to its own content"
     if build.groups.dp_batch is not None and config.draft_room:
         return "with DP attention, replicas do not exchange how many rows have drafts"

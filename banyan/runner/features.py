@@ -17,6 +17,7 @@ from banyan.layers.rotary import AXES, axis_shifts
 from banyan.layers.step_inputs import CrossRow
 from banyan.messages.plan import Join, NewContent, PieceFailure, PlacedSpan, Row, StepPlan
 from banyan.messages.spans import ContentKind
+from banyan.model_config.media import is_cross
 from banyan.models.base import NO_TOWERS, Model
 from banyan.models.towers.vision import Tower
 from banyan.ops.host_memory import copy_to
@@ -58,7 +59,7 @@ class FeatureForm:
 def form_of(model: Model) -> FeatureForm:
     """The features that a model takes."""
     facts, media = model.model_config, model.model_config.media
-    if facts.is_cross and media is not None and media.sound is not None:
+    if is_cross(media) and media is not None and media.sound is not None:
         return FeatureForm(width=media.sound.tower.out, is_cross=True)
     return FeatureForm(
         width=facts.hidden_size,

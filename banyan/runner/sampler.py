@@ -289,9 +289,9 @@ class Processors:
 def transcript_logits(logits: Tensor, context: LogitContext) -> Tensor:
     """The rules of Whisper's transcripts (arXiv 2212.04356, section 4.5).
 
-    Time stamps come in pairs, do not go back, and come when they are together more likely than any
+    Times come in pairs, do not go back, and come when they are together more likely than any
     text. Of `context.params`, all optional: `only` (ids), `suppress`, `suppress_first` (ids),
-    `first_stamp`, `no_stamps`, `end`, `last_first` (an id each).
+    `first_time`, `no_times`, `end`, `last_first` (an id each).
     """
     params = cast(Mapping[str, Any], context.params)
     said = context.tokens[context.prompt_len :]
@@ -302,19 +302,19 @@ def transcript_logits(logits: Tensor, context: LogitContext) -> Tensor:
     logits[params.get("suppress", [])] = -math.inf
     if not len(said):
         logits[params.get("suppress_first", [])] = -math.inf
-    first = params.get("first_stamp")
+    first = params.get("first_time")
     if first is None:
         return logits
-    logits[params["no_stamps"]] = -math.inf
+    logits[params["no_times"]] = -math.inf
     is_last = len(said) >= 1 and said[-1] >= first
     is_one_before = len(said) < 2 or said[-2] >= first
     if is_last and is_one_before:
         logits[first:] = -math.inf
     elif is_last:
         logits[: params["end"]] = -math.inf
-    stamps = said[said >= first]
-    if len(stamps):
-        logits[first : int(stamps[-1]) + (not (is_last and not is_one_before))] = -math.inf
+    times = said[said >= first]
+    if len(times):
+        logits[first : int(times[-1]) + (not (is_last and not is_one_before))] = -math.inf
     if not len(said):
         logits[:first] = -math.inf
         logits[params["last_first"] + 1 :] = -math.inf

@@ -47,7 +47,6 @@ from banyan.models.weights.loader import (
     load_tower,
     rows_of,
     tensors_of,
-    tower_kinds,
 )
 from banyan.models.weights.reader import Transform, files_state_of, load_transforms
 from banyan.models.weights.torchao import torchao_transform
@@ -103,7 +102,7 @@ def load_weights(
         enable_lora(model, build.adapters, build.ops)
     if model_config.media is not None and build.groups.stages.rank == 0:
         assert isinstance(model, DecoderLM | WhisperLM), "only decoders take features"
-        for kind in tower_kinds(model_config.media):
+        for kind in model_config.media.towers:
             model.tower_modules[kind] = load_tower(
                 model_config,
                 build,

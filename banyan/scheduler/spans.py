@@ -45,7 +45,7 @@ class ContentLimits(msgspec.Struct, frozen=True):
         pool_rows: feature rows that are kept at the same time; 0 = prompts have no spans.
         towers: what makes features here; of other kinds only clients give them.
         token_work: multiply-adds of the model for one token, in which pieces are charged.
-        is_cross: decoding reads features too, so those of running requests stay.
+        is_cross: decoding reads features too, so running requests keep theirs.
     """
 
     pool_rows: int = 0

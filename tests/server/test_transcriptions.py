@@ -11,7 +11,7 @@ from banyan.config.schema import MediaOptions
 from banyan.media.preparation import MediaService
 from banyan.messages.spans import check_spans
 from banyan.model_config.media import MediaConfig, SoundConfig, SoundTowerConfig
-from banyan.server.openai.audio import Segment, subtitles
+from banyan.server.openai.audio import SpokenSegment, subtitles
 from tests.server.fakes import SPECIAL, Site
 from tests.support.pictures import byte_tokenizer
 from tests.support.sound import WHISPER_TOKENS, samples, wav
@@ -136,7 +136,7 @@ def test_a_model_without_ears_names_those_that_have_them():
 
 
 def test_subtitles_have_their_clocks_and_no_arrow_in_the_text():
-    found = [Segment(0.0, 1.5, " One", []), Segment(3725.25, 3726.0, " a --> b", [])]
+    found = [SpokenSegment(0.0, 1.5, " One", []), SpokenSegment(3725.25, 3726.0, " a --> b", [])]
     assert subtitles(found, is_vtt=False) == (
         "1\n00:00:00,000 --> 00:00:01,500\nOne\n\n2\n01:02:05,250 --> 01:02:06,000\na -> b\n"
     )

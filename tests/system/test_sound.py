@@ -167,11 +167,11 @@ def test_features_of_a_sound_are_the_same_bits_in_pieces(family, tmp_path) -> No
 
 
 def test_time_stamps_follow_the_rules_of_transformers() -> None:
-    first, end, no_stamps = 300, 257, 299
-    config = GenerationConfig(eos_token_id=end, bos_token_id=256, no_timestamps_token_id=no_stamps)
+    first, end, no_times = 300, 257, 299
+    config = GenerationConfig(eos_token_id=end, bos_token_id=256, no_timestamps_token_id=no_times)
     config.max_initial_timestamp_index = 50
     reference = WhisperTimeStampLogitsProcessor(config, begin_index=3)
-    rules = {"first_stamp": first, "end": end, "no_stamps": no_stamps, "last_first": first + 50}
+    rules = {"first_time": first, "end": end, "no_times": no_times, "last_first": first + 50}
     draw = torch.Generator().manual_seed(0)
     for said in ([], [310], [310, 5], [310, 5, 6, 330], [310, 5, 330, 330], [310, 5, 330, 331, 7]):
         for _ in range(5):

@@ -23,8 +23,7 @@ from banyan.formats.gguf import growths, kept_bytes
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.weight_slot import Layer, WeightSlot
-from banyan.messages.spans import ContentKind
-from banyan.model_config.media import MediaConfig
+from banyan.model_config.media import MEL, PATCHES
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
@@ -187,7 +186,7 @@ def load_tower(
     seed: int = 0,
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
-    kind: str = ContentKind.PATCHES,
+    kind: str = PATCHES,
 ) -> VisionTower | SoundTower:
     """Build this rank's part of a tower of a multimodal model and load its weights.
 
@@ -199,7 +198,7 @@ def load_tower(
     """
     form = NESTED[model_config.outer]
     tower: VisionTower | SoundTower
-    if kind == ContentKind.MEL:
+    if kind == MEL:
         tower, names, others = SoundTower(model_config, build), form.sound, form.tower
     else:
         tower, names, others = VisionTower(model_config, build), form.tower, form.sound
@@ -212,12 +211,6 @@ def load_tower(
             tensors = ((n, t) for n, t in tensors if place_of(n, others) is None)
         Filling(tower, names).run(_of_blocks(tensors, names, tower.blocks))
     return tower.eval()
-
-
-def tower_kinds(media: MediaConfig) -> list[str]:
-    """Kinds of contents that a model has towers for."""
-    both = {ContentKind.PATCHES: media.tower, ContentKind.MEL: media.sound}
-    return [kind for kind, config in both.items() if config is not None]
 
 
 def _tower_tensors(

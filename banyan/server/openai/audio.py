@@ -1,7 +1,7 @@
 """/v1/audio/transcriptions and /v1/audio/translations: speech in a file → text (Whisper).
 
-A file is cut in pauses into windows of at most 30 seconds, each of which is a sequence of its own.
-With time stamps a sequence is text between stamps, as in arXiv 2212.04356.
+A file is cut in pauses into windows of at most 30 seconds; each is a sequence of its own. With
+times a sequence is text between tokens of times, as in arXiv 2212.04356.
 """
 
 import json
@@ -30,10 +30,10 @@ FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 _TIMED = ("srt", "vtt", "verbose_json")
 _READ = ("file", "model", "language", "prompt", "response_format", "temperature", "stream")
 _GRANULARITIES = "timestamp_granularities"
-_STAMP_S = 0.02
-"""Seconds between two time stamps."""
-_FIRST_STAMPS = 50
-"""A window's first stamp is within its first second."""
+_STEP_S = 0.02
+"""Seconds between two tokens of times."""
+_FIRST_TIMES = 50
+"""The first time of a window is within its first second."""
 _MAX_PROMPT = 223
 """Tokens of the text before, as in Whisper: half of the context less one."""
 
@@ -56,7 +56,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Segment:
+class SpokenSegment:
     """Text and its time in the file."""
 
     start_s: float
@@ -72,8 +72,8 @@ class SpeechTokens:
     start: int
     before: int | None
     task: int | None
-    no_stamps: int | None
-    first_stamp: int | None
+    no_times: int | None
+    first_time: int | None
 
     @staticmethod
     def of(tokenizer: Tokenizer, sound: SoundConfig, is_translation: bool) -> "SpeechTokens":
@@ -82,8 +82,8 @@ class SpeechTokens:
             sound.token,
             find("<|startofprev|>"),
             find("<|translate|>" if is_translation else "<|transcribe|>"),
-            no_stamps := find("<|notimestamps|>"),
-            find("<|0.00|>") or (None if no_stamps is None else no_stamps + 1),
+            no_times := find("<|notimestamps|>"),
+            find("<|0.00|>") or (None if no_times is None else no_times + 1),
         )
 
 
@@ -227,15 +227,15 @@ class _Transcription:
             "suppress": list(self._sound.suppressed),
             "suppress_first": list(self._sound.suppressed_first),
         }
-        if self._asked.is_timed and known.first_stamp is not None:
+        if self._asked.is_timed and known.first_time is not None:
             rules |= {
-                "first_stamp": known.first_stamp,
-                "no_stamps": known.no_stamps,
+                "first_time": known.first_time,
+                "no_times": known.no_times,
                 "end": self._service.limits.eos_ids[0],
-                "last_first": known.first_stamp + _FIRST_STAMPS,
+                "last_first": known.first_time + _FIRST_TIMES,
             }
-        elif known.no_stamps is not None:
-            ids.append(known.no_stamps)
+        elif known.no_times is not None:
+            ids.append(known.no_times)
         prompt_ids = [id for id in ids if id is not None]
         return self._of(part, prompt_ids, at, None, rules)
 
@@ -289,7 +289,7 @@ class _Transcription:
         self, chunks: Sequence[TextChunk], sound: DecodedSound, language: str
     ) -> None:
         exchange, form = self._exchange, self._asked.form
-        segments: list[Segment] = []
+        segments: list[SpokenSegment] = []
         details: list[Json] = []
         for chunk, part in zip(chunks, sound.parts, strict=True):
             found = self._segments(chunk, part)
@@ -315,22 +315,22 @@ class _Transcription:
                 }
             )
 
-    def _segments(self, chunk: TextChunk, part: SoundPart) -> list[Segment]:
-        first = self._known.first_stamp
+    def _segments(self, chunk: TextChunk, part: SoundPart) -> list[SpokenSegment]:
+        first = self._known.first_time
         if first is None or not self._asked.is_timed:
             return []
-        found, tokens, start_s = list[Segment](), list[int](), part.start_s
+        found, tokens, start_s = list[SpokenSegment](), list[int](), part.start_s
         for token in [*chunk.tokens, None]:
-            is_stamp = token is not None and token >= first
-            if token is not None and not is_stamp:
+            is_time = token is not None and token >= first
+            if token is not None and not is_time:
                 tokens.append(token)
                 continue
             end_s = part.end_s
-            if is_stamp and token is not None:
-                end_s = min(part.end_s, part.start_s + (token - first) * _STAMP_S)
+            if is_time and token is not None:
+                end_s = min(part.end_s, part.start_s + (token - first) * _STEP_S)
             text = self._tokenizer.decode(tokens, True)
             if text.strip():
-                found.append(Segment(start_s, end_s, text, tokens))
+                found.append(SpokenSegment(start_s, end_s, text, tokens))
             tokens, start_s = [], end_s
         return found
 
@@ -356,7 +356,7 @@ def _mean_logprob(chunk: TextChunk) -> float:
     return sum(logprobs) / len(logprobs) if logprobs else 0.0
 
 
-def _shown(one: Segment, number: int, mean_logprob: float) -> Json:
+def _shown(one: SpokenSegment, number: int, mean_logprob: float) -> Json:
     data = one.text.encode()
     return {
         "id": number,
@@ -369,7 +369,7 @@ def _shown(one: Segment, number: int, mean_logprob: float) -> Json:
     }
 
 
-def subtitles(segments: Sequence[Segment], is_vtt: bool) -> str:
+def subtitles(segments: Sequence[SpokenSegment], is_vtt: bool) -> str:
     """The segments as SubRip or WebVTT."""
     mark = "." if is_vtt else ","
     found = ["WEBVTT\n"] if is_vtt else []
