@@ -92,15 +92,8 @@ def place_ids(digest: bytes, count: int, offset: int = 0) -> "array[int]":
     return array("i", bytes(words[offset * TOKEN_BYTES :]))
 
 
-def end_of_spans(spans: Sequence[Span]) -> int:
-    """First place after the last span."""
-    return spans[-1].end if spans else 0
-
-
 def ids_with_spans(tokens: bytes, spans: Sequence[Span]) -> bytes:
     """The int32 ids of a prompt, with the ids of each span's places put in."""
-    if not spans:
-        return tokens
     ids = array("i", tokens)
     for span in spans:
         ids[span.first : span.end] = place_ids(span.digest, span.count, span.offset)

@@ -3,8 +3,11 @@
 from typing import cast
 
 from banyan.base.log import logger
-from banyan.context_parallel.forward import ContextParallelForward, GatheredAttention
-from banyan.context_parallel.split import share_capacity
+from banyan.context_parallel.forward import (
+    ContextParallelForward,
+    GatheredAttention,
+    share_capacity,
+)
 from banyan.layers.build import Build
 from banyan.layers.latent_attention import index_shape
 from banyan.model_config.media import is_cross
@@ -93,7 +96,9 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
         recorder = None
     try:
         if recorder is not None and config.max_tokens:
-            return RecordedForward(context, eager, step, recorder)
+            return RecordedForward(
+                context, eager, step, recorder, config.shapes, config.is_unpadded
+            )
     except NotRecordable as error:
         log.info("steps are not recorded: %s", error)
     has_graphs = platform.traits.programs == BY_SHAPE and bool(config.shapes)

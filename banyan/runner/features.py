@@ -202,7 +202,7 @@ class SpanTable:
     def __init__(self, slots: int, device: torch.device, features: Features | None = None) -> None:
         self.features = features
         self._device = device
-        self._spans: dict[int, list[PlacedSpan]] = {}
+        self.by_slot: dict[int, list[PlacedSpan]] = {}
         self._ends: dict[int, int] = {}
         """Slot -> first place from which on all are ordinary tokens with the shift of `later`."""
         self._shifts: dict[int, np.ndarray] = {}
@@ -224,7 +224,7 @@ class SpanTable:
             inside = tokens[span.first : span.first + span.count]
             own = self.features.form.placeholder if span.token < 0 else span.token
             inside[inside < 0] = own
-        self._spans[slot] = spans
+        self.by_slot[slot] = spans
         self._ends[slot] = spans[-1].first + spans[-1].count
         if self.later is not None and self.later_on_device is not None:
             self._shifts[slot], self.later[slot] = axis_shifts(spans, join.prompt_len)
@@ -234,16 +234,12 @@ class SpanTable:
         return tokens
 
     def leave(self, slot: int) -> None:
-        if self._spans.pop(slot, None) is None:
-            return
+        del self.by_slot[slot]
         self._ends.pop(slot)
         if self._shifts.pop(slot, None) is not None:
             assert self.later is not None and self.later_on_device is not None
             self.later[slot] = 0
             self.later_on_device[slot] = 0
-
-    def has(self, slot: int) -> bool:
-        return slot in self._spans
 
     def problem(self, row: Row) -> str | None:
         """Why a row cannot run; None = the features that it needs are there."""
@@ -264,7 +260,8 @@ class SpanTable:
         self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, offsets: np.ndarray
     ) -> list[tuple[int, Tensor]]:
         """Feature rows that the tokens of a batch take: (first token, rows), in any order."""
-        if not self._spans or self.features is None or self.features.form.is_cross:
+        assert self.features is not None
+        if self.features.form.is_cross:
             return []
         found: list[tuple[int, Tensor]] = []
         for slot, start, end, at in zip(
@@ -286,7 +283,7 @@ class SpanTable:
         found: list[CrossRow] = []
         bounds = zip(slots.tolist(), offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
         for slot, first, end in bounds:
-            for span in self._spans.get(slot, ()):
+            for span in self.by_slot.get(slot, ()):
                 rows = features.of(span.content)
                 assert rows is not None, f"no features of slot {slot}"
                 found.append(CrossRow(first, end, rows))
@@ -315,7 +312,7 @@ class SpanTable:
     def reaches(self, slots: np.ndarray, starts: np.ndarray) -> bool:
         """Whether any of these rows begins before the places that are all alike, after the last
         span of its slot."""
-        if not self._spans:
+        if not self.by_slot:
             return False
         return any(
             start < self._ends.get(slot, 0)
@@ -324,7 +321,7 @@ class SpanTable:
 
     def _within(self, slot: int, start: int, end: int) -> Iterable[tuple[PlacedSpan, int, int]]:
         """The spans of a slot within places start … end - 1, with their part of these."""
-        for span in self._spans.get(slot, ()):
+        for span in self.by_slot.get(slot, ()):
             first, last = max(start, span.first), min(end, span.first + span.count)
             if first < last:
                 yield span, first, last

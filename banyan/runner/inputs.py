@@ -171,7 +171,10 @@ class StepTensors:
 
     def _take_features(self, batch: Batch, given: FeatureRows) -> None:
         """Bring the features of the batch's places to where the step reads them."""
-        taken = self._table.spans.taken(batch.slots, batch.starts, batch.ends, batch.offsets)
+        taken: list[tuple[int, Tensor]] = []
+        if self._table.spans.by_slot:
+            spans = self._table.spans
+            taken = spans.taken(batch.slots, batch.starts, batch.ends, batch.offsets)
         if not taken and not self._has_features:
             return
         where = np.full(len(given.where), -1, np.int32)

@@ -28,7 +28,7 @@ from banyan.server.openai.files import file, files
 from banyan.server.openai.models import list_models, show_model
 from banyan.server.openapi import CHAT, COMPLETION, FLUSH, GENERATE, SPEECH, UPLOAD, VERTEX
 from banyan.server.responses.route import responses_routes
-from banyan.server.sglang import generate, parsing, pins, tokens
+from banyan.server.sglang import generate, pins, tokens
 from banyan.server.state import Handler, ServerState
 from banyan.server.web_pages import page_routes
 
@@ -277,16 +277,16 @@ def _text_routes() -> list[Route]:
         Route(
             "/parse_function_call",
             _POST,
-            parsing.parse_function_call,
+            tokens.parse_function_call,
             about="Extract tool calls from a text",
-            body=Body(parsing.ParseCallsRequest),
+            body=Body(tokens.ParseCallsRequest),
         ),
         Route(
             "/separate_reasoning",
             _POST,
-            parsing.separate_reasoning,
+            tokens.separate_reasoning,
             about="Split a text into reasoning and answer",
-            body=Body(parsing.SeparateRequest),
+            body=Body(tokens.SeparateRequest),
         ),
     ]
 

@@ -97,6 +97,7 @@ quantization = _flag(
     lambda c: "" if c.model.quantization in ("unquant", "gguf") else c.model.quantization,
 )
 deterministic = _flag("enable-deterministic-inference", lambda c: c.device.is_deterministic)
+sparsity = _flag("enable-double-sparsity", lambda c: c.sparsity.is_enabled)
 memory_saver = _flag("enable-memory-saver", lambda c: c.device.memory_saver)
 offload_size = _flag("cpu-offload-gb", lambda c: c.device.offload_gib)
 offload_groups = _flag("offload-group-size", lambda c: max(0, c.device.offload_group))
@@ -257,6 +258,12 @@ CONFLICTS = (
         "",
         "use --speculative-algorithm STANDALONE with a small model, or NGRAM",
     ),
+    # Double sparsity.
+    Conflict(sparsity, transformers, "", _NATIVE),
+    Conflict(sparsity, several_ranks, "each rank has other heads", "use --data-parallel-size"),
+    Conflict(sparsity, drafting, "rows with drafts attend to all tokens", _LEAVE_ONE),
+    Conflict(sparsity, embedding_model, "it decodes nothing", _LEAVE_IT),
+    Conflict(sparsity, plugin_attention, "both replace the attention", _LEAVE_ONE),
     # Weights.
     Conflict(torchao, quantization, "both set the quantization of weights", _GIVE_ONE),
     Conflict(torchao, dummy_weights, "random weights are not quantized", _LEAVE_ONE),
