@@ -19,6 +19,7 @@ from banyan.requests.constraint import check_depth
 from banyan.requests.prompts import encode_texts, fitted_text
 from banyan.requests.request_spec import RequestContext
 from banyan.server.errors import Json
+from banyan.server.openai.custom_tools import call_as_function
 from banyan.server.state import Service
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -231,6 +232,7 @@ def _message(message: Json, index: int, is_open: bool, media: PartReader | None)
 
 def _with_object(call: object) -> object:
     """The call with the text of an object as its arguments."""
+    call = call_as_function(call) if is_object(call) else call
     function = call.get("function") if is_object(call) else None
     if not is_object(call) or not is_object(function):
         return call
