@@ -368,10 +368,10 @@ def plan_the_memory(opened: OpenModel) -> MemoryPlan:
     running = config.schedule.max_running or config.schedule.running_cap or DRAFT_BUDGET
     context_length = config.model.context_length or opened.model_config.context_length
     reserved = draft_room_of(config, running) * state_bytes
-    if opened.model_config.media is not None:
+    media = opened.model_config.media
+    if media is not None and media.tower is not None:
         rows = max(TOWER_ROWS, 0 if config.schedule.chunk_tokens > 0 else context_length)
-        width = opened.model_config.media.tower.feature_width
-        reserved += rows * width * opened.build.dtype.itemsize
+        reserved += rows * media.tower.feature_width * opened.build.dtype.itemsize
     return plan_memory(
         config.cache,
         config.schedule,

@@ -13,7 +13,7 @@ from banyan.base.errors import RequestError
 from banyan.media.preparation import PreparedItem, owned
 from banyan.media.rules import MERGE_ORDER
 from banyan.messages.spans import Content, ContentKind
-from banyan.model_config.media import MediaConfig
+from banyan.model_config.media import MediaConfig, TowerConfig
 
 FORMATS = ("precomputed_embedding", "processor_output")
 """`format` of such an object."""
@@ -36,10 +36,12 @@ def given_item(
     Raises:
         RequestError: names what does not fit.
     """
+    tower = model.tower
+    assert tower is not None, "a model without a tower takes no pictures"
     if value["format"] == FORMATS[0]:
-        content, shape = _given_features(value, param, model)
+        content, shape = _given_features(value, param, tower, bool(model.axes))
     elif value["format"] == FORMATS[1] and model.rule in MERGE_ORDER:
-        content, shape = _given_patches(value, param, model)
+        content, shape = _given_patches(value, param, tower)
     else:
         raise RequestError(
             f"{param}: format {str(value['format'])[:40]!r} is not taken for this model",
@@ -47,22 +49,23 @@ def given_item(
             code="not_available",
             hint="Send the picture itself",
         )
-    first, rows = len(model.begin), content.rows
-    ids = (*model.begin, *[model.image_token] * rows, *model.end)
-    item = PreparedItem(content, ids, ((first, rows, 0),), shape, model.is_mutual)
+    first, rows, placeholder = len(model.begin), content.rows, model.image_token
+    assert placeholder is not None, "a model without a tower takes no pictures"
+    ids = (*model.begin, *[placeholder] * rows, *model.end)
+    item = PreparedItem(content, placeholder, ids, ((first, rows, 0),), shape, model.is_mutual)
     return owned(item, tenant) if tenant else item
 
 
 def _given_features(
-    value: Mapping[str, object], param: str, model: MediaConfig
+    value: Mapping[str, object], param: str, tower: TowerConfig, has_axes: bool
 ) -> tuple[Content, tuple[int, int, int]]:
     rows = _numbers(value, "feature", param)
-    tower, merge = model.tower, model.tower.merge
+    merge = tower.merge
     widths = sorted({tower.out, tower.feature_width})
     if rows.shape[1] not in widths:
         raise _misfit(f"{param}: feature rows of {rows.shape[1]} numbers, not {widths}")
     shape = (1, 1, len(rows))
-    if model.axes:
+    if has_axes:
         grid = _grid(value, param, merge)
         shape = grid[0], grid[1] // merge, grid[2] // merge
         if len(rows) != math.prod(shape):
@@ -73,10 +76,10 @@ def _given_features(
 
 
 def _given_patches(
-    value: Mapping[str, object], param: str, model: MediaConfig
+    value: Mapping[str, object], param: str, tower: TowerConfig
 ) -> tuple[Content, tuple[int, int, int]]:
     """The bytes of the pixels that were normalised; the tower normalises them again."""
-    tower, merge = model.tower, model.tower.merge
+    merge = tower.merge
     pixels, grid = _numbers(value, "pixel_values", param), _grid(value, param, merge)
     each = tower.temporal_patch * tower.patch**2
     if pixels.shape != (math.prod(grid), tower.channels * each):
@@ -127,11 +130,14 @@ def _misfit(text: str) -> RequestError:
     return RequestError(text, param="image_data", code="invalid_image")
 
 
-def folded(ids: Sequence[int], items: Sequence[PreparedItem], placeholder: int) -> Sequence[int]:
+def folded(ids: list[int], items: Sequence[PreparedItem]) -> list[int]:
     """A prompt in which a processor has written the placeholder for each feature row, with one
     placeholder for each item; any other prompt as it is."""
     sizes = [sum(count for _, count, _ in item.runs) for item in items]
-    if not sizes or sum(id == placeholder for id in ids) != sum(sizes):
+    placeholder = items[0].placeholder
+    if any(item.placeholder != placeholder for item in items) or sum(
+        id == placeholder for id in ids
+    ) != sum(sizes):
         return ids
     found: list[int] = []
     skipped, rest = 0, iter(sizes)

@@ -522,9 +522,10 @@ def _llava(source: _Source) -> MediaConfig | None:
 def _llava_next(source: _Source) -> MediaConfig | None:
     """LLaVA 1.6: tiles of one of several canvases, whose features go row by row into the prompt."""
     found = _llava(source)
-    if found is None or found.rule == "pixtral":
+    if found is None or found.tower is None or found.rule == "pixtral":
         return None
-    tile = found.tower.side * found.tower.patch
+    tower = replace(found.tower, has_newline=True)
+    tile = tower.side * tower.patch
     fields = source.image if source.image.has("image_grid_pinpoints") else source.whole
     listed = fields.listed("image_grid_pinpoints")
     pairs = [
@@ -542,12 +543,11 @@ def _llava_next(source: _Source) -> MediaConfig | None:
         raise fields.error("image_grid_pinpoints", listed, rule)
     settings = {
         "tile": tile,
-        "patch": found.tower.patch,
+        "patch": tower.patch,
         "merge": 1,
         "pinpoints": pinpoints,
         **_resample(source.image),
     }
-    tower = replace(found.tower, has_newline=True)
     return replace(found, rule="llava_next", tower=tower, settings=settings)
 
 

@@ -210,7 +210,7 @@ class ModelRunner:
         self.platform.synchronize()
         self.model: Model | None = model
         if self._features is not None:
-            self._features.tower = model.tower
+            self._features.towers = model.towers
         if not opens:
             return
         model_config = self._model_config

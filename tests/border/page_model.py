@@ -14,6 +14,7 @@ from torch import Tensor
 
 from banyan.layers.cache_spec import CacheTensor, LayerCache
 from banyan.layers.step_inputs import AttentionSpec, OutputTokens, StepInputs
+from banyan.messages.spans import ContentKind
 from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelConfig
 from banyan.models.decoder import stage_of
 from banyan.ops.api import Ops, PackedEmbedding, PackedLinear
@@ -82,7 +83,8 @@ class PageModel:
         certainty: float = 1.0,
         tower: PageTower | None = None,
     ) -> None:
-        self.takes_features, self.tower = tower is not None, tower
+        self.takes_features = tower is not None
+        self.towers = {} if tower is None else {ContentKind.PATCHES: tower}
         self.model_config = model_config
         self._stages, self._ffn, self._heads = groups.stages, groups.ffn, groups.head
         self._here = stage_of(len(windows), self._stages)

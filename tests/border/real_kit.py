@@ -62,7 +62,7 @@ class RealWorld(World):
             self.core.limits.multi_step,
             self.branches,
             self.core.limits.draft_levels,
-            blocks=self.core.limits.content.blocks if self.abilities.features else 0,
+            blocks=self.core.limits.content.towers[0].blocks if self.abilities.features else 0,
         )
 
 
