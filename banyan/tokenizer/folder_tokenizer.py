@@ -17,7 +17,7 @@ from banyan.base.errors import ModelError
 from banyan.base.log import printable
 from banyan.base.os import open_regular
 from banyan.tokenizer.tokenizer import NAMED_TOKENS, Tokenizer, TokenizerFacts, build_backend
-from banyan.tokenizer.vocabulary_files import Vocabulary, read_vocabulary
+from banyan.tokenizer.vocabulary_files import FolderVocabulary, read_vocabulary
 
 MAX_TOKENIZER_BYTES = 128 << 20
 """Size of a tokenizer.json; a vocabulary of 262,144 with its merges needs 33 MB."""
@@ -53,14 +53,14 @@ def load_folder_tokenizer(path: str) -> Tokenizer:
     return Tokenizer(backend, facts)
 
 
-def _vocabulary(path: str, config: Mapping[str, object]) -> Vocabulary:
+def _vocabulary(path: str, config: Mapping[str, object]) -> FolderVocabulary:
     """Raises:
     ModelError: there is none.
     """
     file = os.path.join(path, "tokenizer.json")
     if os.path.exists(file):
         text = _read_text(file, MAX_TOKENIZER_BYTES)
-        return Vocabulary(tokenizers.Tokenizer.from_str(text))
+        return FolderVocabulary(tokenizers.Tokenizer.from_str(text))
     found = read_vocabulary(path, config)
     if found is None:
         raise ModelError(

@@ -67,7 +67,7 @@ _MERGE_PATTERNS = {
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class FolderVocabulary:
     """
     Attributes:
         named: names of special tokens ("bos_token") -> their texts.
@@ -79,7 +79,7 @@ class Vocabulary:
     add_bos: bool | None = None
 
 
-def read_vocabulary(path: str, config: Mapping[str, object]) -> Vocabulary | None:
+def read_vocabulary(path: str, config: Mapping[str, object]) -> FolderVocabulary | None:
     """The tokenizer of the folder at `path`; None if it has none of the known files.
 
     Args:
@@ -200,7 +200,7 @@ def _is_rank_file(raw: bytes) -> bool:
     return bool(first and space and rank.isdigit())
 
 
-def _ranked(path: str, raw: bytes, config: Mapping[str, object]) -> Vocabulary:
+def _ranked(path: str, raw: bytes, config: Mapping[str, object]) -> FolderVocabulary:
     name = config.get("tokenizer_class")
     if not isinstance(name, str) or name not in _RANK_PATTERNS:
         raise ModelError(
@@ -220,7 +220,7 @@ def _ranked(path: str, raw: bytes, config: Mapping[str, object]) -> Vocabulary:
         raise _damaged(path, "its ranks are not 0, 1, 2 …")
     special = _special_of(config, len(found))
     tokens = [found[rank] for rank in range(len(found))]
-    return Vocabulary(_byte_level(path, tokens, 0, _RANK_PATTERNS[name], special))
+    return FolderVocabulary(_byte_level(path, tokens, 0, _RANK_PATTERNS[name], special))
 
 
 def _special_of(config: Mapping[str, object], first: int) -> dict[int, str]:
@@ -234,7 +234,7 @@ def _special_of(config: Mapping[str, object], first: int) -> dict[int, str]:
     return texts
 
 
-def _tekken(path: str) -> Vocabulary:
+def _tekken(path: str) -> FolderVocabulary:
     try:
         content: object = json.loads(_read(path))
     except (ValueError, RecursionError):
@@ -259,7 +259,7 @@ def _tekken(path: str) -> Vocabulary:
     texts = set(special.values())
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     named = {name: text for name, text in names.items() if text in texts}
-    return Vocabulary(backend, named, add_bos=True)
+    return FolderVocabulary(backend, named, add_bos=True)
 
 
 def _entries(listed: object, path: str) -> Iterator[Mapping[str, object]]:
@@ -269,7 +269,7 @@ def _entries(listed: object, path: str) -> Iterator[Mapping[str, object]]:
         yield entry
 
 
-def _merged(vocabulary: str, merges: str, config: Mapping[str, object]) -> Vocabulary:
+def _merged(vocabulary: str, merges: str, config: Mapping[str, object]) -> FolderVocabulary:
     name = str(config.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast")
     if name not in _MERGE_PATTERNS:
         raise ModelError(
@@ -308,7 +308,7 @@ def _merged(vocabulary: str, merges: str, config: Mapping[str, object]) -> Vocab
     texts = {_text_of(config.get(f"{each}_token")) for each in ("bos", "eos", "unk", "pad")}
     known = sorted({text for text in (*texts, *named.values()) if text in ids})
     backend.add_special_tokens([AddedToken(text, special=True) for text in known])
-    return Vocabulary(backend, named)
+    return FolderVocabulary(backend, named)
 
 
 def _text_of(value: object) -> str:
@@ -316,7 +316,7 @@ def _text_of(value: object) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _sentence_pieces(path: str, raw: bytes) -> Vocabulary:
+def _sentence_pieces(path: str, raw: bytes) -> FolderVocabulary:
     """A SentencePiece model: pieces (1), the trainer's facts (2) and the normalizer's (3)."""
     tokens: list[str] = []
     scores: list[float] = []
@@ -360,7 +360,7 @@ def _sentence_pieces(path: str, raw: bytes) -> Vocabulary:
         [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     _add_controls(backend, tokens, kinds)
-    return Vocabulary(backend, named)
+    return FolderVocabulary(backend, named)
 
 
 def _as_bpe(
@@ -370,7 +370,7 @@ def _as_bpe(
     kinds: list[int],
     normalizer: Mapping[int, object],
     named: Mapping[str, str],
-) -> Vocabulary:
+) -> FolderVocabulary:
     """SentencePiece BPE; a GGUF file holds the same lists."""
     ids = {text: id for id, text in enumerate(tokens)}
     metadata: dict[str, object] = {
@@ -386,7 +386,7 @@ def _as_bpe(
     steps = _normalizers(normalizer)
     if steps and backend.normalizer is not None:
         backend.normalizer = normalizers.Sequence([*steps, backend.normalizer])
-    return Vocabulary(backend, named, add_bos="bos_token" in named)
+    return FolderVocabulary(backend, named, add_bos="bos_token" in named)
 
 
 def _normalizers(facts: Mapping[int, object]) -> list[normalizers.Normalizer]:
