@@ -27,7 +27,7 @@ ARROWS = {
     "grammar": "base messages.requests",
     "scheduler": "base config messages kv_cache grammar"
     " lora.scheduling disaggregation.scheduling pipeline.micro_batches",
-    "engine": "base config model_config messages scheduler kv_cache grammar"
+    "engine": "base config formats model_config messages scheduler kv_cache grammar"
     " lora.adapter_files lora.scheduling lora.rules"
     " disaggregation.scheduling disaggregation.peer_pages dp_attention.step_clock"
     " pipeline.micro_batches",
@@ -42,7 +42,7 @@ ARROWS = {
     "bench": "base model_config messages tokenizer formats",
     "server": "base config model_config messages media tokenizer chat_template requests parsers"
     " engine_client formats scheduler.routing lora.adapter_files dp_attention.rules",
-    "router": "base config scheduler.routing scheduler.prefix_hashes server.errors server.http",
+    "router": "base config scheduler.routing server.errors server.http",
     "platform": "base config.defaults config.env model_config.model_config",
     "ops": "platform base",
     "parallel": "platform ops base dp_attention.batch",
@@ -66,7 +66,6 @@ ARROWS = {
     "dp_attention.remote_engines": "base messages config model_config engine",
     "context_parallel": "base config model_config ops layers parallel runner dp_attention.batch",
     "pipeline.micro_batches": "base messages scheduler",
-    "pipeline.launcher": "base messages engine.launcher",
     "pipeline.runner_stage": "base messages parallel runner",
     "disaggregation": "base config messages kv_transfer",
     "disaggregation.rules": "base config model_config",
@@ -129,11 +128,15 @@ PRIVATE_WORDS = re.compile(
 )
 MAX_FILE_LINES, MAX_STATEMENTS, MAX_PUBLIC_METHODS, MAX_ARGUMENTS = 800, 60, 12, 8
 MORE_PUBLIC_METHODS = {
-    "Ops": 26, "Operators": 22, "Engine": 18, "Library": 18, "Launch": 18, "Group": 16,
-    "EngineClient": 16, "ModelRunner": 16, "Rows": 16, "EngineCore": 15, "DataParallelClient": 15,
-    "StoreTier": 15, "StreamingText": 14, "KVCache": 13, "KVStore": 13,
-    "RequestTable": 13,
-}  # fmt: skip
+    "Ops": 25,  # one method for each operator of models
+    "Engine": 18,  # SGLang's offline interface
+    "Library": 18,  # its compiled functions and what kernels ask of it
+    "Launch": 18,  # facts that the rules of a start read
+    "Group": 16,  # collectives, of tensors and of rows
+    "EngineClient": 16,  # the link to one engine, as a server and a supervisor need it
+    "DataParallelClient": 15,  # the same for several engines
+    "StreamingText": 14,  # the verbs in which parsers are written
+}
 """Classes above the limit, each with its number: none grows, and none joins."""
 MIN_FILE_LINES = 80
 SMALL_FILES = (

@@ -114,7 +114,7 @@ def pull(argv: Sequence[str]) -> int:
 
 def held_here(argv: Sequence[str]) -> int:
     """Print the models on this machine; returns the exit code."""
-    from banyan.hub.local_models import held_models
+    from banyan.hub.downloads import held_models
 
     if "-h" in argv or "--help" in argv:
         print(_LIST)
@@ -136,7 +136,7 @@ def held_here(argv: Sequence[str]) -> int:
 
 def remove_one(argv: Sequence[str]) -> int:
     """Delete a model from the cache; returns the exit code."""
-    from banyan.hub.local_models import remove
+    from banyan.hub.downloads import remove
 
     if "-h" in argv or "--help" in argv:
         print(_RM)
@@ -184,7 +184,7 @@ def _cache(model: LoadConfig, environment: Environment) -> Path:
 
 
 def _names_here(cache: Path) -> set[str]:
-    from banyan.hub.local_models import held_models
+    from banyan.hub.downloads import held_models
 
     return {held.name for held in held_models(cache) if not held.is_part}
 

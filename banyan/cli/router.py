@@ -182,8 +182,8 @@ class LocalHost:
     def _in(self, folder: str) -> Iterator[NamedModel]:
         """The models in a folder, or in the hub's cache."""
         if folder == HUB:
+            from banyan.hub.downloads import held_models
             from banyan.hub.huggingface import cache_folder
-            from banyan.hub.local_models import held_models
 
             for held in held_models(cache_folder(self._load, self._environment)):
                 if not held.is_part:

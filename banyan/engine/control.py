@@ -196,7 +196,7 @@ def detach_store(
         return Reply(control.call, True, "There was no store.")
     if refusal := _while_requests_run(core, control, now):
         return refusal
-    loading, pending = tier.num_loading, 0 if control.args.get("force") else tier.pending
+    loading, pending = len(tier.loading), 0 if control.args.get("force") else tier.pending
     if loading or pending:
         text = (
             f"{loading} pages are on their way from the store and {pending} on their way to it"

@@ -6,13 +6,11 @@ each further pipeline stage adds one plan.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Protocol
 
 from banyan.base.ids import NO_STEP, StepId
 from banyan.dp_attention.step_clock import StepAgreement
 from banyan.kv_cache.cache import weights_id
-from banyan.kv_cache.cache_events import Removed, Stored
 from banyan.lora.scheduling import change_adapters, end_adapters, wanted_adapters
 from banyan.messages.control_ops import (
     KV_CACHE,
@@ -28,14 +26,13 @@ from banyan.messages.control_ops import (
     TakeWeights,
 )
 from banyan.messages.disaggregation import (
-    KVTransferOp,
     PrefillResult,
     TransferClosed,
     TransferFailed,
     TransferFound,
 )
 from banyan.messages.events import Event, Reply, Stats
-from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepLoad, StepPlan, StepResult
+from banyan.messages.plan import CopyResult, Held, Mask, StepLoad, StepPlan, StepResult
 from banyan.messages.requests import (
     NO_CALL,
     Abort,
@@ -225,25 +222,6 @@ class EngineCore:
             masks = [mask for mask in masks if mask.step != step]
         return masks
 
-    def take_lookups(self) -> list[Lookup]:
-        """Drain the outbox towards the store."""
-        fetcher = self.scheduler.store_fetcher
-        lookups, fetcher.lookups = fetcher.lookups, []
-        return lookups
-
-    def take_cache_events(self) -> Sequence[Stored | Removed]:
-        """Drain the cache events; () if they are switched off."""
-        events = self.scheduler.cache.events
-        return () if events is None else events.take()
-
-    def take_transfer_ops(self) -> list[KVTransferOp]:
-        """Drain the outbox towards other servers."""
-        disaggregation = self.scheduler.disaggregation
-        if disaggregation is None:
-            return []
-        orders, disaggregation.ops = disaggregation.ops, []
-        return orders
-
     @property
     def uses_dp_attention(self) -> bool:
         """Whether every step needs the agreement of other replicas."""
@@ -296,7 +274,7 @@ class EngineCore:
             verify_rows=drafts.steps,
             proposed_drafts=drafts.proposed,
             correct_drafts=drafts.correct,
-            pinned_pages=cache.pins.pages,
+            pinned_pages=cache.pins.pages if cache.pins.by_name else 0,
             adapters=0 if adapters is None else adapters.num_loaded,
             adapter_bytes=0 if adapters is None else adapters.used_bytes,
             open_rooms=0 if disaggregation is None else len(disaggregation),

@@ -24,7 +24,6 @@ from banyan.base.memory import let_go
 from banyan.base.os import WakeEvent
 from banyan.base.trace import Marks
 from banyan.config.defaults import with_settings
-from banyan.config.devices import facts_of
 from banyan.config.observability import KVEvents, kv_events
 from banyan.config.schema import Config, ObserveConfig, ParallelConfig
 from banyan.dp_attention.network_clock import open_network_clock
@@ -35,7 +34,7 @@ from banyan.engine.flight_recorder import Recorders
 from banyan.engine.grammar_queue import GrammarQueue, open_grammars
 from banyan.engine.kv_events import KVEventPublisher
 from banyan.engine.kv_transfer_setup import arrange, mover_of, served_replica, store_preparers
-from banyan.engine.launcher import Fanout, Launcher, Threaded
+from banyan.engine.launcher import Fanout, Launcher, PipelineLauncher, Threaded
 from banyan.engine.local_processes import LocalRanks
 from banyan.engine.loop import EngineLoop, Link, LoopConfig, LoopParts
 from banyan.engine.model_loader import (
@@ -79,7 +78,6 @@ from banyan.ops.api import Peaks
 from banyan.ops.bind import PROBES
 from banyan.parallel.collectives import Rendezvous
 from banyan.parallel.process_group import open_store, own_address
-from banyan.pipeline.launcher import PipelineLauncher
 from banyan.pipeline.runner_stage import PipelineStage, serve_stage
 from banyan.runner.control_ops import ControlOpExecutor, PrepareOp, serve_rank
 from banyan.runner.kvstore import KVStore
@@ -184,6 +182,7 @@ def run_engine(
             LoopConfig(
                 check_ledger=config.schedule.check_ledger,
                 crashes_on_nan=config.schedule.crashes_on_nan,
+                receive_interval=config.schedule.receive_interval,
                 watchdog_s=config.schedule.watchdog_s,
                 soft_watchdog_s=config.schedule.soft_watchdog_s,
                 silence_s=config.server.heartbeat_timeout_s,
@@ -207,7 +206,9 @@ def run_engine(
         started(loop)
         phases.done("scheduler")
         weights = 0 if config.model.load_format == "dummy" else size_of_weights(model_config.path)
-        loop.run(_ready(memory, weights, phases, kernels, runner.how, settings, spec.adapters))
+        loop.run(
+            _ready(memory, weights, phases, kernels, runner.forward.how, settings, spec.adapters)
+        )
 
 
 def _open_step_log(observe: ObserveConfig, marks: Sequence[Marks]) -> StepLog:
@@ -296,7 +297,7 @@ def _open_executor(
     model_config, build = opened.model_config, opened.build
     rank = build.groups.world.rank
     name = f"engine{config.parallel.replica}" + (f"-rank{rank}" if rank else "")
-    profiler = Profiler([*marks, runner.marks], config.observe.profile_dir, name)
+    profiler = Profiler(runner, marks, config.observe.profile_dir, name)
     loaded_weights = LoadedWeights(
         config.model,
         model_config,
@@ -331,7 +332,7 @@ def _open_executor(
     if lora_pool is not None:
         preparers |= {TakeAdapter: lora_pool.prepare_load, DropAdapter: lora_pool.prepare_unload}
         preparers[TakeWeights] = lora_pool.guard_weight_update(loaded_weights.prepare_take)
-    return ControlOpExecutor(runner, preparers, build.groups.world, build.device, profiler.stepped)
+    return ControlOpExecutor(runner, preparers, build.groups.world, build.device)
 
 
 def _open_launcher(
@@ -347,11 +348,12 @@ def _open_launcher(
         send = _after_copies(ranks.send_turn, runner.mover)
         return PipelineLauncher(_open_stage(opened, runner, executor), wake, send)
     threaded = Threaded(
-        executor,
+        runner,
         wake,
         is_async=opened.platform.traits.async_launch,
         inside=runner.device_thread.hold,
         wake_next=runner.wake_next_step,
+        executor=executor,
     )
     if parallel.world == 1:
         return threaded
@@ -399,11 +401,11 @@ def _settle_multi_step(
         return config, settings
     if _MULTI_STEP not in settings:
         raise ConfigError(
-            f"--num-continuous-decode-steps {multi_step}: steps are {runner.how} here, and only "
-            "recorded ones can follow each other by themselves",
+            f"--num-continuous-decode-steps {multi_step}: steps are {runner.forward.how} here, and "
+            "only recorded ones can follow each other by themselves",
             hint="leave the flag out",
         )
-    log.debug("set multi_step=1 because steps are %s here", runner.how)
+    log.debug("set multi_step=1 because steps are %s here", runner.forward.how)
     return with_settings(config, {_MULTI_STEP: 1}), settings | {_MULTI_STEP: 1}
 
 
@@ -524,7 +526,7 @@ class OtherRanks:
                 else:
                     self._ray.start(process_spec)
                     self._nodes.gather(self._ray.check)
-            if not self.meeting and parallel.port and facts_of(config).has_graphs:
+            if not self.meeting and parallel.port:
                 self.meeting = f"tcp://127.0.0.1:{parallel.port + parallel.replica}"
             self._local = LocalRanks(
                 range(1, parallel.local_world), process_spec, self.meeting, spares

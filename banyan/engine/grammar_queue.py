@@ -52,13 +52,10 @@ class GrammarQueue:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
-        self._waiting: dict[RequestId, Generate] = {}
+        self.waiting: dict[RequestId, Generate] = {}
         """In order of arrival."""
         self._num_waiting: Counter[str] = Counter()
         """Number of waiting requests by grammar."""
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def holds(self, message: Message, events: list[Event]) -> bool:
         """Whether `message` ends here: a request that must wait, or an abort of a waiting one."""
@@ -68,7 +65,7 @@ class GrammarQueue:
             case Abort():
                 return self._drop(message.request, events)
             case Control(verb="abort_all"):
-                for request in list(self._waiting):
+                for request in list(self.waiting):
                     self._drop(request, events)
             case _:
                 pass
@@ -81,14 +78,14 @@ class GrammarQueue:
         before its requests have been passed on.
         """
         while self._compiler.collect():
-            for request, generate in list(self._waiting.items()):
+            for request, generate in list(self.waiting.items()):
                 if self._compiler.has(generate.grammar):
-                    del self._waiting[request]
+                    del self.waiting[request]
                     del self._num_waiting[bare_of(generate.grammar)]
                     receive(generate)
 
     def _take(self, generate: Generate, events: list[Event]) -> bool:
-        if generate.request in self._waiting:
+        if generate.request in self.waiting:
             text = f"Duplicate request ID detected: {generate.request}"
             events.append(Failed(generate.request, 400, text, "invalid_request"))
             return True
@@ -99,12 +96,12 @@ class GrammarQueue:
         except RequestError as error:
             events.append(Failed(generate.request, error.status, str(error), error.code))
         else:
-            self._waiting[generate.request] = generate
+            self.waiting[generate.request] = generate
             self._num_waiting[bare_of(generate.grammar)] += 1
         return True
 
     def _drop(self, request: RequestId, events: list[Event]) -> bool:
-        generate = self._waiting.pop(request, None)
+        generate = self.waiting.pop(request, None)
         if generate is None:
             return False
         bare = bare_of(generate.grammar)

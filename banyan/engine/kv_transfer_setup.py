@@ -22,10 +22,10 @@ from banyan.engine.model_loader import OpenModel, groups_of
 from banyan.formats.shards import files_of_weights
 from banyan.kv_cache.hierarchical_cache import can_be_stored
 from banyan.kv_cache.sizing import CacheGroup
-from banyan.kv_transfer.host_tier import HostTier
 from banyan.kv_transfer.page_mover import Mover, PageMover, PairMover
 from banyan.kv_transfer.store import (
     STORES,
+    HostTier,
     Store,
     StoreOptions,
     digest_of_code,
@@ -36,8 +36,8 @@ from banyan.layers.build import Build
 from banyan.layers.cache_spec import PageGroup
 from banyan.messages.control_ops import AttachStore, ControlOp, DetachStore
 from banyan.model_config.draft_model import draft_of
-from banyan.model_config.kv_scales import read_kv_scales
 from banyan.model_config.model_config import STATE, ModelConfig
+from banyan.model_config.quantization import read_kv_scales
 from banyan.ops.bind import ON_LATENTS, ON_PAGES, PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
 from banyan.ops.cpu.paged_attention import parts_of_head
@@ -275,6 +275,8 @@ def open_store(served: ServedReplica, mover: Mover, name: str, rest: dict[str, o
     """
     _check_the_pages(served, f"--hicache-storage-backend {name}")
     open_ = STORES.load(name)
+    if name == "mooncake" and (devices := served.config.handoff.mooncake_devices):
+        rest = {"protocol": "rdma", "device_name": devices, **rest}
     facts = (
         served.model_facts(),
         served.code_facts(),

@@ -1,11 +1,15 @@
 """Launchers: bring plans to the runner without blocking the loop.
 
 `Threaded` runs plans in order in a worker thread. If the device works asynchronously, a second
-thread waits for results. `Fanout` sends every plan to the other ranks first.
+thread waits for results. `Fanout` sends every plan to the other ranks first. `PipelineLauncher`
+has several plans in flight: a turn moves each on by one stage and takes the next plan in. Without
+a next plan the turn waits until the loop has reported (`go_on`) that none will come: otherwise the
+first stage would idle during a turn that a plan could have used.
 """
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
@@ -95,6 +99,7 @@ class Threaded:
             for results, so that the next plan is launched while this one runs. A launch may wait
             for a mask that depends on the previous plan, so neither can be the loop's thread.
         inside: context of the launching thread, from its first plan to its last.
+        executor: runs plans with control ops; None = `runner` gets them too.
         wake_next: lets the next plan wake the loop itself when its rows begin to run; returns
             False if it cannot. Woken earlier, the loop would work while the device is idle.
     """
@@ -106,8 +111,10 @@ class Threaded:
         is_async: bool = False,
         inside: Callable[[], AbstractContextManager[object]] = nullcontext,
         wake_next: Callable[[], bool] = lambda: False,
+        executor: StepRunner | None = None,
     ) -> None:
         self._runner = runner
+        self._executor = executor or runner
         self._inside = inside
         self._wake = wake
         self._wake_next = wake_next
@@ -145,8 +152,9 @@ class Threaded:
         item = self._queue.get()
         while item is not None:
             began = time.perf_counter()
+            runner = self._executor if item.plan.control_ops else self._runner
             try:
-                pending = self._runner.launch(item.plan, item.mask_of)
+                pending = runner.launch(item.plan, item.mask_of)
             except Exception as error:  # whatever it is, it must fail the step, not the engine
                 pending = error
             if self._launched is None:
@@ -211,3 +219,100 @@ class Fanout:
 
     def close(self) -> None:
         self._local.close()
+
+
+class StageTurns(Protocol):
+    """The first stage of the pipeline (pipeline/runner_stage.py)."""
+
+    def turn(
+        self, plan: StepPlan | None, mask_of: Callable[[int], bytes] | None = None
+    ) -> LaunchedStep | None: ...
+
+
+class PipelineLauncher:
+    """Takes turns in its own thread.
+
+    Args:
+        stage: of rank 0.
+        wake: called from the thread when a handle is done.
+        send: sends every other rank the plan that enters in a turn, or None.
+    """
+
+    def __init__(
+        self, stage: StageTurns, wake: Callable[[], None], send: Callable[[StepPlan | None], None]
+    ) -> None:
+        self._stage = stage
+        self._wake = wake
+        self._send = send
+        self._changed = threading.Condition()
+        self._coming: deque[Handle] = deque()
+        self._passing: deque[Handle] = deque()
+        self._goes_on = False
+        """The loop has seen every ended plan, and has none for the next turn."""
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
+        self._thread.start()
+
+    def launch(self, plan: StepPlan) -> Handle:
+        handle = Handle(plan)
+        with self._changed:
+            self._goes_on = False
+            self._coming.append(handle)
+            self._changed.notify_all()
+        return handle
+
+    def go_on(self, in_flight: int) -> None:
+        """Let the next turn run without a new plan.
+
+        Args:
+            in_flight: plans in flight as the loop counts them. If one of them has just ended, the
+                loop must see that first, so nothing happens.
+        """
+        with self._changed:
+            self._goes_on = in_flight == len(self._coming) + len(self._passing)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            for handle in (*self._coming, *self._passing):
+                handle.close()
+            self._changed.notify_all()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while self._wait():
+            try:
+                pending = self._turn()
+            except Exception as error:  # the ranks are out of step: nothing can run any more
+                while self._passing or self._coming:
+                    self._settle((self._passing or self._coming).popleft(), error)
+                return
+            if pending is not None:
+                with self._changed:
+                    handle = self._passing.popleft()
+                    self._goes_on = False
+                self._settle(handle, pending)
+
+    def _wait(self) -> bool:
+        """Wait for the next turn; False if there will be none."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_closed or self._coming or (self._passing and self._goes_on)
+            )
+            return not self._is_closed
+
+    def _turn(self) -> LaunchedStep | None:
+        handle = None
+        with self._changed:
+            if self._coming:
+                handle = self._coming.popleft()
+                self._passing.append(handle)
+        self._send(None if handle is None else handle.plan)
+        if handle is None:
+            return self._stage.turn(None)
+        return self._stage.turn(handle.plan, handle.mask_of)
+
+    def _settle(self, handle: Handle, pending: LaunchedStep | Exception) -> None:
+        settle(handle, pending)
+        self._wake()

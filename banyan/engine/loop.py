@@ -101,6 +101,7 @@ class LoopConfig:
     Attributes:
         check_ledger: check every invariant after every step (tests).
         crashes_on_nan: a row whose logits are not finite ends the engine, not only its request.
+        receive_interval: steps after which messages are read, while steps run.
         watchdog_s: time without progress after which the log gets a report of all threads.
         soft_watchdog_s: a second, shorter limit for such a report; 0 = none.
         silence_s: time without a sign of life from another rank after which the log gets one.
@@ -108,6 +109,7 @@ class LoopConfig:
 
     check_ledger: bool = False
     crashes_on_nan: bool = False
+    receive_interval: int = 1
     watchdog_s: float = 300.0
     soft_watchdog_s: float = 0.0
     silence_s: float = 20.0
@@ -246,6 +248,8 @@ class EngineLoop:
         self._beat_s = 0.0
         """When the latest heartbeat was sent."""
         self._was_idle = True
+        self._unread_steps = 0
+        """Steps since messages were read."""
         self._rests_s: float | None = None
         """Since when the engine is idle; None while it works, and once `on_rest` was called."""
         self._pause_s = 0.0
@@ -274,6 +278,8 @@ class EngineLoop:
         try:
             while not self._is_stopping:
                 self._turn(readable)
+                # A link that is not read must not end the wait at once.
+                poller.modify(self._link.poll_fd(), 0 if self._reads_later() else select.POLLIN)
                 readable = {fd for fd, _ in poller.poll(self._wait_ms())}
         except Exception as error:
             log.exception("the engine loop failed")
@@ -315,28 +321,30 @@ class EngineLoop:
         self._marks.begin()
         events: list[Event] = []
         if self._link.poll_fd() in readable:
+            self._unread_steps = 0
             for message in self._link.receive():
                 self._receive(message, events, now)
-        if self._grammar_queue is not None:
+        if self._grammar_queue is not None and self._grammar_queue.waiting:
             self._grammar_queue.release(lambda generate: self._admit(generate, now))
         self._marks.end("receive")
         self._collect(events)
         if self._mover is not None:
             for ended in self._mover.ended():
                 self._core.receive(ended, now)
-            self._mover.look(self._core.take_lookups())
-            self._mover.execute(self._core.take_transfer_ops())
+            self._mover.look(self._core.scheduler.store_fetcher.take_lookups())
+            self._mover.execute(self._core.scheduler.take_transfer_ops())
         if self._balancer is not None and (orders := self._balancer.due()):
             self._core.receive(RunControlOps(NO_CALL, orders), now)
-        if self._publisher is not None:
-            self._publisher.publish(self._core.take_cache_events())
+        if self._publisher is not None and self._core.scheduler.cache.events is not None:
+            self._publisher.publish(self._core.scheduler.cache.events.take())
         self._marks.end("commit")
         self._launch()
         if self._mover is not None:
-            self._mover.execute(self._core.take_transfer_ops())
+            self._mover.execute(self._core.scheduler.take_transfer_ops())
         self._marks.end("plan")
         events += self._core.take_events()
-        self._contents.drop(self._core.scheduler.contents.take_dropped())
+        if self._core.scheduler.contents.dropped:
+            self._contents.drop(self._core.scheduler.contents.take_dropped())
         self._deliver(self._core.take_masks())
         self._beat(events)
         events = self._outbox.filter(events, now) + self._outbox.early(self._early_tokens())
@@ -348,8 +356,14 @@ class EngineLoop:
             if self._on_rest is not None:
                 self._on_rest()
 
+    def _reads_later(self) -> bool:
+        """Whether messages wait for further steps (--scheduler-recv-interval)."""
+        return bool(self._flying) and self._unread_steps < self._config.receive_interval - 1
+
     def _receive(self, message: Message, events: list[Event], now: float) -> None:
-        if self._grammar_queue is not None and self._grammar_queue.holds(message, events):
+        grammars = self._grammar_queue
+        is_for_it = grammars is not None and (grammars.waiting or _has_grammar(message))
+        if grammars is not None and is_for_it and grammars.holds(message, events):
             return
         if isinstance(message, Control):
             reply = answer(self._core, message, now)
@@ -398,6 +412,7 @@ class EngineLoop:
             is_shared = self._ranks is not None or self._step_clock is not None
             if result.error and is_shared:
                 raise self._out_of_step(result)
+            self._unread_steps += 1
             if not handle.plan.control_ops:
                 # Launches overlap with the device: the slower of the two decides.
                 took = max(handle.launch_s, handle.wait_s) or result.seconds
@@ -441,7 +456,8 @@ class EngineLoop:
 
     def _queues(self) -> str:
         """Queue lengths as of the latest heartbeat; from any thread."""
-        s, waiting = self._stats, len(self._grammar_queue) if self._grammar_queue is not None else 0
+        s, grammars = self._stats, self._grammar_queue
+        waiting = 0 if grammars is None else len(grammars.waiting)
         return (
             f"running={s.running} waiting={s.waiting} waiting_for_grammars={waiting} "
             f"free_pages={s.free_pages} held_pages={s.held_pages} total_pages={s.total_pages}"
@@ -516,6 +532,10 @@ class EngineLoop:
             if to_plan > 0:
                 wait_s = min(wait_s, to_plan)
         return int(wait_s * 1000) + (wait_s > 0)
+
+
+def _has_grammar(message: Message) -> bool:
+    return isinstance(message, Generate) and bool(message.grammar)
 
 
 def _check_rows(result: StepResult) -> None:

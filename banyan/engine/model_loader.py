@@ -1,11 +1,15 @@
 # pyright: basic
 """Opens the device, the groups of ranks and the weights of one rank, and plans its memory.
 
-`engine/core_process.py` builds engine and runner on the result.
+`engine/core_process.py` builds engine and runner on the result. `place_rank` chooses the cores of a
+rank. It runs before the rank opens its device, because threads inherit the cores of the thread
+that starts them.
 """
 
 import gc
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -14,28 +18,35 @@ from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.base.memory import give_back, runs_the_process
+from banyan.base.os import available_cores
 from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.rules.cache import can_have_store
 from banyan.config.rules.execution import with_draft_attention
-from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
+from banyan.config.schema import Config, DeviceConfig, LoadConfig, ParallelConfig, SpeculativeConfig
 from banyan.config.speculation import longest_branch
-from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.formats.shards import parallel_reads
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.layers.build import Build, SideStream
 from banyan.layers.cache_spec import PageGroup, align_groups, group_caches, numbered_through
+from banyan.lora.adapter_config import EXPERTS
 from banyan.lora.pool import open_lora_targets
 from banyan.lora.targets import StackLayout
 from banyan.model_config.draft_model import draft_model_config, draft_of
-from banyan.model_config.kv_scales import read_kv_scales
 from banyan.model_config.model_config import STATE, ModelConfig, stored_head_dim
+from banyan.model_config.quantization import read_kv_scales
 from banyan.models.base import Model
-from banyan.moe.dispatch_check import check_dispatch, exchanged_tokens, fused_mode
 from banyan.moe.expert_location import open_expert_map
 from banyan.moe.routing_record import open_expert_watch
-from banyan.moe.rules import check_exchange_size, is_fused, sends_rows, slot_bytes
+from banyan.moe.rules import (
+    LIMIT,
+    are_placed,
+    check_exchange_size,
+    is_fused,
+    sends_rows,
+    slot_bytes,
+)
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import GroupsConfig, open_groups
@@ -396,6 +407,9 @@ def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
         raw_logprobs=config.schedule.raw_logprobs,
         collects_in_capture=config.device.collects_in_capture,
         profiles_capture=config.device.profiles_capture,
+        accept_single=config.speculative.accept_single,
+        accept_total=config.speculative.accept_total,
+        sparsity=config.sparsity,
         reads_all=config.model.is_watched or opened.build.watch is not None,
     )
 
@@ -483,3 +497,174 @@ def _number_of(config: Config, traits: Traits, place: int) -> int:
             hint="leave them out; --numa-node says where ranks run",
         )
     return place
+
+
+_MODE = "--deepep-mode"
+_MIB = 1 << 20
+
+
+def exchanged_tokens(config: Config, traits: Traits) -> int:
+    """Most tokens per rank of an all-to-all of fixed size; 0 = it is not used."""
+    is_asked = sends_rows(config) and config.experts.a2a_mode != "normal"
+    return config.experts.a2a_tokens if is_asked and traits.dispatch is not None else 0
+
+
+def fused_mode(config: Config) -> int:
+    """The operator that does all-to-all and experts at once; 0 = separate operators."""
+    return config.experts.fuse_mode if sends_rows(config) and is_fused(config) else 0
+
+
+def check_fused_dispatch(config: Config, model_config: ModelConfig, traits: Traits) -> None:
+    """Raises:
+    ConfigError: no operator of this device fuses all-to-all and experts for this model.
+    """
+    experts, facts = config.experts, model_config.experts
+    flag, hint = f"--moe-a2a-backend {experts.a2a} on {traits.name}", "give deepep"
+    if experts.fuse_mode > len(traits.fused_dispatch):
+        raise ConfigError(f"{flag}: only Ascend A3s have an operator that does so", hint=hint)
+    limits = traits.fused_dispatch[experts.fuse_mode - 1]
+    assert facts is not None
+    width, ranks = facts.latent or model_config.hidden_size, config.parallel.ep
+    size = (experts.a2a_tokens, width, 2 * facts.inner, facts.per_token, ranks, facts.count)
+    why = _incompatible_feature(config) or limits.obstacle(*size)
+    if not why and config.model.activation_dtype != "bfloat16":
+        why = f"it computes in bfloat16, --dtype is {config.model.activation_dtype}"
+    if not why and (config.device.offload_gib or config.device.offload_group > 0):
+        why = "its experts lie in a form of their own, which memory of the host does not keep"
+    if why:
+        bound = f"; {LIMIT} is {experts.a2a_tokens}"
+        raise ConfigError(
+            f"{flag}: {why}" + (bound if experts.a2a_tokens > limits.tokens else ""), hint=hint
+        )
+    needed = limits.buffer_bytes(experts.a2a_tokens, width, facts.per_token, ranks, facts.count)
+    message = (
+        "rows of %d tokens a rank are sent and computed in one over %d ranks: a buffer of %d MB"
+    )
+    log.info(message, experts.a2a_tokens, ranks, -(-needed // _MIB))
+
+
+def check_dispatch(config: Config, model_config: ModelConfig, traits: Traits) -> None:
+    """Raises:
+    ConfigError: this device, which is not the host, does not support the all-to-all.
+    """
+    mode = config.experts.a2a_mode
+    if is_fused(config):
+        return check_fused_dispatch(config, model_config, traits)
+    if not traits.shares_steps:
+        raise ConfigError(
+            f"--moe-a2a-backend {config.experts.a2a}: rows go to the ranks of their experts on "
+            f"CPUs and Ascend NPUs only, this is {traits.name}",
+            hint="leave it out",
+        )
+    if mode == "normal":
+        return
+    if traits.dispatch is None:
+        raise ConfigError(
+            f"{_MODE} {mode}: {traits.name} has no exchanges of a fixed size",
+            hint=f"give {_MODE} normal",
+        )
+    if why := _obstacle(config, model_config, traits):
+        raise ConfigError(f"{_MODE} {mode} on {traits.name}: {why}", hint=f"give {_MODE} normal")
+
+
+def _obstacle(config: Config, model_config: ModelConfig, traits: Traits) -> str:
+    experts, facts, ranks = config.experts, model_config.experts, config.parallel.ep
+    assert facts is not None and traits.dispatch is not None
+    if why := _incompatible_feature(config):
+        return why
+    width = facts.latent or model_config.hidden_size
+    size = (experts.a2a_tokens, width, facts.per_token, ranks, facts.count)
+    if why := traits.dispatch.obstacle(*size):
+        bound = f"; {LIMIT} is {experts.a2a_tokens}"
+        return why + (bound if experts.a2a_tokens > traits.dispatch.tokens else "")
+    needed = -(-traits.dispatch.buffer_bytes(*size) // _MIB)
+    message = "rows of %d tokens a rank travel at once over %d ranks, which needs a buffer of %d MB"
+    log.info(message, experts.a2a_tokens, ranks, needed)
+    return ""
+
+
+def _incompatible_feature(config: Config) -> str:
+    """A feature that is incompatible with an all-to-all of fixed size; "" if there is none."""
+    if are_placed(config):
+        return "experts that move or have copies are sent by their counts only"
+    if EXPERTS in config.lora.kinds:
+        return "experts with adapters are sent by their counts only"
+    if config.parallel.cp > 1:
+        return "the shares of a divided step are not of one size"
+    return ""
+
+
+def device_number(device: DeviceConfig, parallel: ParallelConfig, place: int) -> int:
+    """The device number of a rank: devices are assigned in order of replicas, then ranks.
+
+    Args:
+        place: index of the rank among the ranks of its replica on this machine.
+    """
+    mine = parallel.local_replica * parallel.local_world + place
+    return device.first_number + mine * device.number_step
+
+
+def is_placed(device: DeviceConfig) -> bool:
+    """Whether each rank is restricted to its own cores."""
+    return bool(device.numa_nodes) or device.pins_cores
+
+
+def place_rank(
+    device: DeviceConfig, parallel: ParallelConfig, place: int, root: Path = Path("/")
+) -> None:
+    """Restrict the calling thread, and threads that it starts, to the cores of one rank.
+
+    Args:
+        place: index of the rank among the ranks of its replica on this machine.
+        root: folder that contains sys/; for tests.
+
+    Raises:
+        ConfigError: the NUMA node does not exist, or has too few usable cores for its ranks.
+    """
+    if not is_placed(device):
+        return
+    here = parallel.local_world
+    mine = parallel.local_replica * here + place
+    nodes = _nodes(device.numa_nodes, parallel.local_replicas * here)
+    sharers = [place for place, node in enumerate(nodes) if node == nodes[mine]]
+    cores = _cores_of(nodes[mine], root)
+    if len(cores) < len(sharers):
+        where = "this machine" if nodes[mine] is None else f"node {nodes[mine]}"
+        raise ConfigError(
+            f"{len(cores)} cores of {where} cannot be shared by {len(sharers)} ranks",
+            hint="lower --tp or --dp, or name more nodes with --numa-node",
+        )
+    at, count = sharers.index(mine), len(sharers)
+    own = cores[len(cores) * at // count : len(cores) * (at + 1) // count]
+    os.sched_setaffinity(0, own)
+    log.info("rank=%d runs on cores %s", mine, ",".join(map(str, own)))
+
+
+def _nodes(given: tuple[int, ...], ranks: int) -> list[int | None]:
+    """The NUMA node of each rank; None for any."""
+    if len(given) not in (0, 1, ranks):
+        raise ConfigError(
+            f"--numa-node names {len(given)} nodes for {ranks} ranks",
+            hint="name one node for all of them, or one for each",
+        )
+    return list(given) if len(given) == ranks else [given[0] if given else None] * ranks
+
+
+def _cores_of(node: int | None, root: Path) -> list[int]:
+    """Cores of the NUMA node that this process may use, in order."""
+    available = available_cores()
+    if node is None:
+        return available
+    folder = root / "sys/devices/system/node"
+    known = sorted(int(path.name[4:]) for path in folder.glob("node[0-9]*"))
+    if node not in known:
+        raise ConfigError(
+            f"--numa-node {node} does not exist on this machine",
+            hint=f"its nodes: {', '.join(map(str, known)) or 'none'}",
+        )
+    cores: set[int] = set()
+    for part in (folder / f"node{node}" / "cpulist").read_text().strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cores |= set(range(int(first), int(last or first) + 1))
+    return sorted(cores.intersection(available))

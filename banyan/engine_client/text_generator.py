@@ -17,7 +17,6 @@ from banyan.engine_client.request_log import RequestLog, metrics_observers_of
 from banyan.messages.events import Finished, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_SCORES
-from banyan.messages.spans import end_of_spans
 from banyan.requests.admission import check_budget, check_spec
 from banyan.requests.bootstrap import with_room
 from banyan.requests.generation import (
@@ -155,8 +154,8 @@ class TextDecoder:
     """Turns token ids into text that is cut at stops."""
 
     def __init__(self, request: RequestSpec, tokenizer: Tokenizer) -> None:
-        options = request.text
-        tail = request.prompt[end_of_spans(request.message.spans) :][-PROMPT_TAIL_TOKENS:]
+        options, spans = request.text, request.message.spans
+        tail = request.prompt[spans[-1].end if spans else 0 :][-PROMPT_TAIL_TOKENS:]
         self._detokenizer = Detokenizer(tokenizer, tail, options)
         self._hidden = HiddenTokens(tokenizer, options)
         self._keeps_stop = options.no_stop_trim

@@ -10,6 +10,7 @@ FAMILIES: Table[Family] = Table(
     "model architecture",
     {
         "LlamaForCausalLM": "banyan.families.llama:LLAMA",
+        "WhisperForCausalLM": "banyan.families.whisper:WHISPER",
         "MistralForCausalLM": "banyan.families.llama:LLAMA",
         "Llama4ForCausalLM": "banyan.families.llama4:LLAMA4",
         "Ministral3ForCausalLM": "banyan.families.llama:MINISTRAL3",

@@ -25,7 +25,7 @@ from banyan.kv_cache.pins import Pins
 from banyan.kv_cache.radix_tree import CachedPages, Lease, Match, Node, RadixTree
 from banyan.kv_cache.sizing import FULL, STATE, WINDOW, CacheGroup, common_block_size
 from banyan.kv_cache.state_checkpoints import StateCheckpoints
-from banyan.messages.plan import PageCopy, PageGrant
+from banyan.messages.plan import PageGrant
 
 TOKEN_BYTES = 4
 WEIGHTS_BYTES = 8
@@ -188,6 +188,12 @@ class KVCache:
             epochs=self.epochs,
             gets_state=self.states.is_target,
         )
+        self._holders: list[StateCheckpoints | PrefixLoads] = []
+        """What holds pages besides leases and the tree."""
+        if self.has_state:
+            self._holders.append(self.states)
+        if self.tier is not None or self.peers is not None:
+            self._holders.append(self._loads)
         self._promises: dict[StepId, list[Node]] = {}
         self._held = [0] * len(groups)
         """Per group, private pages of all leases."""
@@ -248,17 +254,6 @@ class KVCache:
             self.cached.touch(match.partial.node, priority)
             self.partial_blocks.lock(lease, match.partial)
         return lease, grants
-
-    def restores(self, lease: Lease, row: int, step: StepId) -> list[PageCopy]:
-        """Copies of the matched states and of the partial block into the lease's own pages."""
-        copies = self.partial_blocks.begin(lease, row)
-        if not lease.path:
-            return copies
-        last = len(lease.path) - 1
-        return copies + [
-            self.states.restore(lease.locked[g].pop(last), g, lease.tables[g][0], row, step)
-            for g in self.states.state_groups
-        ]
 
     def grow(self, lease: Lease, tokens: int) -> list[PageGrant] | None:
         """Give the lease pages for `tokens` positions; None (and nothing changed) if too few are
@@ -361,7 +356,8 @@ class KVCache:
 
     def end_copies(self, ids: list[int], failed: list[int]) -> None:
         """Copies have ended, within the device or to and from a store or peer."""
-        self.states.end(ids, failed)
+        if self.has_state:
+            self.states.end(ids, failed)
         self.partial_blocks.end((*ids, *failed))
         if self.tier is not None:
             self.tier.end(ids, failed)
@@ -402,7 +398,7 @@ class KVCache:
                 total=pool.total,
                 free=pool.free,
                 cached=self.cached.counts[g],
-                held=self._held[g] + len(self.states.held(g)) + len(self._loads.held(g)),
+                held=self._held[g] + sum(len(part.held(g)) for part in self._holders),
                 in_flight=pool.limbo,
             )
             for g, pool in enumerate(self.pools)
@@ -416,8 +412,7 @@ class KVCache:
             assert not ledger.leaked, f"group {g}: {ledger} leaks {ledger.leaked} pages"
             owned = [p for lease in leases for p in lease.private[g].values()]
             assert len(owned) == self._held[g], f"group {g}: held {self._held[g]}, not {owned}"
-            owned += self.states.held(g)
-            owned += self._loads.held(g)
+            owned += [page for part in self._holders for page in part.held(g)]
             owned += [p for node in self.tree.nodes() for p in node.pages[g]]
             assert len(set(owned)) == len(owned), f"group {g}: a page has two owners"
 

@@ -5,6 +5,7 @@ Some policies take further numbers (config/eviction.py).
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 
 from banyan.base.table import Table
 from banyan.kv_cache.radix_tree import Node
@@ -12,9 +13,8 @@ from banyan.kv_cache.radix_tree import Node
 EvictionKey = Callable[[Node], tuple[int, ...]]
 
 
-def lru(node: Node) -> tuple[int, ...]:
-    """Least recently used."""
-    return (node.last_used,)
+lru: EvictionKey = attrgetter("last_used", "born")
+"""Least recently used. No two uses are equal; the second number only makes it a tuple."""
 
 
 def mru(node: Node) -> tuple[int, ...]:

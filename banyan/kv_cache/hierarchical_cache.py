@@ -84,7 +84,7 @@ class StoreTier:
     _backlog: deque[Node] = field(default_factory=deque[Node])
     _writes: dict[int, None] = field(default_factory=dict[int, None])
     """Ids of writes under way."""
-    _loading: dict[bytes, PrefixLoad] = field(default_factory=dict[bytes, PrefixLoad])
+    loading: dict[bytes, PrefixLoad] = field(default_factory=dict[bytes, PrefixLoad])
     """Store key of each loading block -> its load."""
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class StoreTier:
         """Detach the store; pages on the device stay. No step and no load is in flight, but writes
         may still end.
         """
-        assert not self._loading and not self.copies
+        assert not self.loading and not self.copies
         self.rules = replace(self.rules, is_attached=False)
         self._backlog.clear()
         self._writes.clear()
@@ -141,13 +141,15 @@ class StoreTier:
         if is_wanted and len(self._writes) < self.rules.max_writes:
             self._write(node)
 
-    def plan_writes(self, has_rows: bool) -> None:
-        """Start queued writes, as many as one step should carry."""
+    def take_copies(self, has_rows: bool) -> list[PageCopy]:
+        """Copies for the next plan, with as many queued writes as one step should carry."""
         most = _WRITES_WITH_ROWS if has_rows else _WRITES_ALONE
         for _ in range(min(most, len(self._backlog))):
             if len(self._writes) >= self.rules.max_writes:
-                return
+                break
             self._write(self._backlog.popleft())
+        taken, self.copies = self.copies, []
+        return taken
 
     def forget_copies(self) -> None:
         """Drop the writes that are in no plan yet; a flush discards pages without storing them."""
@@ -155,10 +157,6 @@ class StoreTier:
             assert copy.id in self._writes, "a load waits for a plan"
             del self._writes[copy.id]
         self.copies = []
-
-    def take_copies(self) -> list[PageCopy]:
-        taken, self.copies = self.copies, []
-        return taken
 
     def _queue(self, node: Node) -> None:
         if self.is_attached and not node.is_stored:
@@ -183,19 +181,10 @@ class StoreTier:
 
     # -- from the store -----------------------------------------------------------------------
 
-    def load_of(self, key: bytes) -> PrefixLoad | None:
-        """The load of the block with this key, if it is loading."""
-        return self._loading.get(key)
-
-    @property
-    def num_loading(self) -> int:
-        """Blocks that are loading."""
-        return len(self._loading)
-
     def load_capacity(self) -> int:
         """Blocks that may be loaded in addition, if pages are free."""
         most = min(pool.total for pool in self.pools) // _LOADING_SHARE
-        return max(0, max(1, most) - len(self._loading))
+        return max(0, max(1, most) - len(self.loading))
 
     def load(
         self,
@@ -218,8 +207,8 @@ class StoreTier:
         self.copies += copies
         load.names = list(keys)
         for key in keys:
-            assert key not in self._loading
-            self._loading[key] = load
+            assert key not in self.loading
+            self.loading[key] = load
         return load
 
     def end(self, ids: list[int], failed: list[int]) -> None:
@@ -230,7 +219,7 @@ class StoreTier:
 
     def _on_settled(self, load: PrefixLoad, at: int, node: Node | None) -> None:
         if load.names:
-            del self._loading[load.names[at]]
+            del self.loading[load.names[at]]
         if node is None:
             return
         if load.names:

@@ -91,17 +91,13 @@ class Misses:
         found: int,
         tokens: bytes | bytearray,
         limit: int,
-        wanted: int,
     ) -> Miss:
-        """Why no more tokens come from the cache.
+        """Why no more tokens come from the cache, where more would have been useful.
 
         Args:
             path: cached whole blocks; found: cached tokens.
             limit: most tokens that may come from the cache.
-            wanted: tokens that would have been useful.
         """
-        if found >= wanted:
-            return Miss()
         if not self._is_on:
             return Miss(OFF)
         if found >= limit:

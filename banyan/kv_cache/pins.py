@@ -49,15 +49,12 @@ class Pins:
         self._groups, self._block_size, self._pools = groups, block_size, pools
         self._cached, self._epochs = cached, epochs
         self._gets_state = gets_state
-        self._pins: dict[str, Pin] = {}
+        self.by_name: dict[str, Pin] = {}
 
     @property
     def pages(self) -> int:
         """Pinned pages, all groups."""
         return sum(len(node.pages[g]) for g in range(len(self._groups)) for node in self._pinned(g))
-
-    def __len__(self) -> int:
-        return len(self._pins)
 
     def add(self, name: str, path: Sequence[Node], until_s: float, priority: int = 0) -> str:
         """Pin a prefix. Returns "" or the reason why it cannot be pinned.
@@ -71,7 +68,7 @@ class Pins:
         if not blocks:
             return "has no state in the prefix cache to go on with"
         path = path[:blocks]
-        if len(self._pins) >= MOST_PINS:
+        if len(self.by_name) >= MOST_PINS:
             return f"cannot be pinned: {MOST_PINS} prefixes are"
         nodes = [
             list(path[group.first_needed(self._block_size, blocks) :]) for group in self._groups
@@ -86,7 +83,7 @@ class Pins:
             if wanted > most:
                 return f"cannot be pinned: {wanted} pages would be, and {most} may"
         self.remove(name)
-        self._pins[name] = Pin(name, blocks * self._block_size, until_s, nodes, priority)
+        self.by_name[name] = Pin(name, blocks * self._block_size, until_s, nodes, priority)
         for g, mine in enumerate(nodes):
             for node in mine:
                 self._cached.lock(node, g)
@@ -94,7 +91,7 @@ class Pins:
 
     def remove(self, name: str) -> bool:
         """Drop a pin; False if there is none of this name."""
-        pin = self._pins.pop(name, None)
+        pin = self.by_name.pop(name, None)
         if pin is None:
             return False
         epoch = self._epochs.now()
@@ -105,23 +102,23 @@ class Pins:
 
     def expire(self, now: float) -> None:
         """Drop the pins whose time is over."""
-        for name in [pin.name for pin in self._pins.values() if pin.until_s <= now]:
+        for name in [pin.name for pin in self.by_name.values() if pin.until_s <= now]:
             self.remove(name)
 
     def evict_one(self) -> bool:
         """Drop the pin of lowest priority so that a request can run; False without pins."""
-        order = sorted(self._pins.values(), key=lambda pin: (pin.priority, pin.until_s))
+        order = sorted(self.by_name.values(), key=lambda pin: (pin.priority, pin.until_s))
         first = order[0] if order else None
         return first is not None and self.remove(first.name)
 
     def unpin(self, name: str = "") -> None:
         """Drop the pin of this name, if there is one; "" = all pins."""
-        for each in [name] if name else list(self._pins):
+        for each in [name] if name else list(self.by_name):
             self.remove(each)
 
     def alive(self, now: float) -> list[Pin]:
         """Pins whose time is not over."""
-        return [pin for pin in self._pins.values() if pin.until_s > now]
+        return [pin for pin in self.by_name.values() if pin.until_s > now]
 
     def _usable(self, path: Sequence[Node]) -> int:
         """Blocks up to the last one with a state; all of them where nothing keeps states."""
@@ -140,6 +137,6 @@ class Pins:
 
     def _pinned(self, group: int) -> dict[Node, None]:
         found: dict[Node, None] = {}
-        for pin in self._pins.values():
+        for pin in self.by_name.values():
             found |= dict.fromkeys(pin.nodes[group])
         return found

@@ -78,8 +78,15 @@ class StateCheckpoints:
         ]
         return [copy for copy in copies if copy is not None]
 
-    def restore(self, node: Node, group: int, live: PageId, row: int, step: StepId) -> PageCopy:
-        """Copy the node's state into a live page. The end of the copy drops the caller's lock."""
+    def restores(self, lease: Lease, row: int, step: StepId) -> list[PageCopy]:
+        """Copies of the matched states into the lease's own pages. Their ends drop its locks."""
+        last = len(lease.path) - 1
+        return [
+            self._restore(lease.locked[g].pop(last), g, lease.tables[g][0], row, step)
+            for g in (self.state_groups if lease.path else ())
+        ]
+
+    def _restore(self, node: Node, group: int, live: PageId, row: int, step: StepId) -> PageCopy:
         copy_id = self._add(_OpenCopy(group, node, node.pages[group][0], False, step, ""))
         source = device_page(node.pages[group][0])
         return PageCopy(copy_id, group, source, device_page(live), "before", row)

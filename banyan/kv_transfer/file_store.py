@@ -33,8 +33,7 @@ from typing import Protocol
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.kv_transfer.checksum import SUM_BYTES, checksum
-from banyan.kv_transfer.store import Damaged, Missing, StoreOptions
+from banyan.kv_transfer.store import SUM_BYTES, Damaged, Missing, StoreOptions, checksum
 
 log = logger(__name__)
 

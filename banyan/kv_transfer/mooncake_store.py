@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from banyan.base.errors import ConfigError
 from banyan.base.install import install_command
 from banyan.base.log import printable
-from banyan.kv_transfer.checksum import SUM_BYTES, checksum
-from banyan.kv_transfer.store import Damaged, Missing, StoreOptions
+from banyan.kv_transfer.store import SUM_BYTES, Damaged, Missing, StoreOptions, checksum
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore

@@ -1,5 +1,7 @@
-"""Store: KV pages outside the process that computed them, by name. One protocol, one table, and
-the identity that pages of one model share.
+"""Store: KV pages outside the process that computed them, by name. One protocol, one table, the
+identity that pages of one model share, and the checksum that stores keep with each page. HostTier
+keeps pages in host memory, least recently used first out. A store may follow it that outlives the
+process; it gets every page as well.
 
 `identity` hashes everything except the tokens that determines a page's bytes. Weights are hashed
 completely, because two files of the same size may differ in one row. That takes about one second
@@ -8,13 +10,18 @@ every write.
 """
 
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from functools import lru_cache
+from hashlib import blake2b, shake_128
 from pathlib import Path
 from typing import Protocol, cast
+
+import numpy as np
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.table import Table, load_named
@@ -188,3 +195,118 @@ def _hash(file: Path) -> tuple[int, tuple[bytes, ...]]:
         threads = min(_MOST_THREADS, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, "weights-digest") as pool:
             return size, tuple(pool.map(piece, range(0, size, _PIECE_BYTES)))
+
+
+SUM_BYTES = 16
+_WORD = 4
+
+
+def checksum(head: bytes, payload: bytes | memoryview | np.ndarray) -> bytes:
+    """Checksum of a page under its name, SUM_BYTES long.
+
+    It detects errors of memory, disks and networks. A cryptographic hash of a page would cost as
+    much as copying it five times. This is a multilinear hash (Lemire and Kaser, "Strongly
+    universal string hashing is fast", 2014): the sum of all 32-bit words, each times a random odd
+    64-bit number, modulo 2^64. A change in one word is always detected; any other change is missed
+    with probability 2^-32.
+
+    Args:
+        head: name of the page; all of it is hashed.
+    """
+    content = np.frombuffer(payload, np.uint8)
+    whole = len(content) // _WORD * _WORD
+    words = content[:whole].view(np.uint32)
+    total = int(np.einsum("i,i->", words, _factors(len(words)))) if len(words) else 0
+    made = blake2b(head, digest_size=SUM_BYTES)
+    made.update(len(content).to_bytes(8, "little") + (total & _MASK).to_bytes(8, "little"))
+    made.update(content[whole:].tobytes())
+    return made.digest()
+
+
+_MASK = (1 << 64) - 1
+
+
+@lru_cache(maxsize=8)  # one size of page for each cache group
+def _factors(count: int) -> np.ndarray:
+    """[count] odd uint64; the same in every process."""
+    drawn = np.frombuffer(shake_128(b"banyan page checksum").digest(8 * count), "<u8")
+    return drawn | np.uint64(1)
+
+
+Allocate = Callable[[int], np.ndarray]
+"""Allocates host memory, [n] uint8, that the device can copy fastest (pinned)."""
+
+
+class HostTier:
+    """Satisfies Store.
+
+    Args:
+        capacity_bytes: of all pages; a larger page is not kept.
+        next_tier: store that gets every page too; None = no store.
+    """
+
+    def __init__(self, capacity_bytes: int, allocate: Allocate, next_tier: Store | None) -> None:
+        self._capacity = capacity_bytes
+        self._allocate = allocate
+        self._next_tier = next_tier
+        self._pages: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        """Least recently used first."""
+        self._used = 0
+        self._lock = threading.Lock()
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._capacity
+
+    def has(self, name: bytes) -> bool:
+        with self._lock:
+            if name in self._pages:
+                return True
+        return self._next_tier is not None and self._next_tier.has(name)
+
+    def read(self, name: bytes) -> bytes | memoryview:
+        with self._lock:
+            page = self._pages.get(name)
+            if page is not None:
+                self._pages.move_to_end(name)
+                return page.data
+        if self._next_tier is None:
+            raise Missing
+        payload = self._next_tier.read(name)
+        self._keep(name, payload)
+        return payload
+
+    def write(self, name: bytes, payload: bytes | memoryview) -> None:
+        self._keep(name, payload)
+        if self._next_tier is not None:
+            self._next_tier.write(name, payload)
+
+    def delete(self, name: bytes) -> None:
+        with self._lock:
+            page = self._pages.pop(name, None)
+            self._used -= 0 if page is None else len(page)
+        if self._next_tier is not None:
+            self._next_tier.delete(name)
+
+    def close(self) -> None:
+        with self._lock:
+            self._pages.clear()
+            self._used = 0
+        if self._next_tier is not None:
+            self._next_tier.close()
+
+    def _keep(self, name: bytes, payload: bytes | memoryview) -> None:
+        size = len(payload)
+        if size > self._capacity:
+            return
+        with self._lock:
+            if name in self._pages:
+                self._pages.move_to_end(name)
+                return
+            while self._used + size > self._capacity:
+                _, gone = self._pages.popitem(last=False)
+                self._used -= len(gone)
+            page = self._allocate(size)
+            page[:] = np.frombuffer(payload, np.uint8)
+            self._pages[name] = page
+            self._used += size

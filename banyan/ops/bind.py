@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
@@ -199,7 +200,7 @@ KERNEL_TABLES: Table[KernelTable] = Table(
         "cpu": "banyan.ops.cpu:KERNELS",
         "cuda": "banyan.ops.cuda:KERNELS",
         "npu": "banyan.ascend.ops:KERNELS",
-        "null": "banyan.ops.null:KERNELS",
+        "null": "banyan.ops.bind:NULL_KERNELS",
     },
     plugins="banyan.kernels",
 )
@@ -218,7 +219,7 @@ TOOLKITS: Table[OpenToolkit] = Table(
 """Opens a device's toolkit; arguments: (threads of a rank, wishes)."""
 
 PROBES: Table[Callable[[Any], Peaks]] = Table(
-    "device probe", {"cpu": "banyan.ops.cpu.probe:measure_peaks"}, plugins="banyan.probes"
+    "device probe", {"cpu": "banyan.ops.cpu.library:measure_peaks"}, plugins="banyan.probes"
 )
 """Measures a device's peaks with its toolkit."""
 
@@ -279,6 +280,10 @@ class BoundOps:
     def waits(self, op: str) -> bool:
         """Whether the op's kernel copies numbers from the device, so it cannot be captured."""
         return any(c.waits for c in self.choices if c.label == op)
+
+    def plain_pages(self, op: str) -> Callable[..., object] | None:
+        """What turns pages of the op's kernel into plain ones; None = they are plain."""
+        return next((c.plain_pages for c in self.choices if c.label == op), None)
 
     @property
     def rounds_as_asked(self) -> bool:
@@ -495,3 +500,13 @@ def _pack_whole(
     *more: object,
 ) -> object:
     return run(weights, dtype, device, *more)
+
+
+def _attention_of_null(q: Tensor, *_: object) -> Tensor:
+    """Only the shape is right."""
+    return torch.empty_like(q)
+
+
+NULL_ATTENTION = Kernel(run=_attention_of_null, supports=lambda spec: None)
+NULL_KERNELS = {"paged_attention": ["banyan.ops.bind:NULL_ATTENTION"]}
+"""The null device: meta tensors run the reference, except attention, which reads numbers there."""

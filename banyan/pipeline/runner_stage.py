@@ -123,11 +123,12 @@ class PipelineStage:
         except Exception as error:
             text = f"step {plan.step} in stage {stage}: {type(error).__name__}: {error}"
             raise DeviceError(text, hint="the replica ends; start it again") from error
-        self._executor.has_run(plan)
+        if runner.on_ran is not None and plan.rows:
+            runner.on_ran()
         if here.begun.has_run:
             self.ran += 1
             if stage + 1 < self._stages.size:
-                here.output = runner.stage_output(here.begun)
+                here.output = runner.forward.stage_output(here.begun.batch)
         here.seconds = time.perf_counter() - began
 
     def _end(self, last: _InFlight) -> StepInFlight:
@@ -135,7 +136,7 @@ class PipelineStage:
         assert last.begun is not None and last.copies is not None
         with runner.platform.stream():
             if last.begun.has_run:
-                runner.select(last.begun)
+                runner.forward.select(last.begun.batch)
             finish = runner.end(last.begun, last.mask_of)
             # When a step has ended, its pages may be read on any rank, so all ranks must have run
             # it. Logits synchronise them; a step without outputs needs a barrier.

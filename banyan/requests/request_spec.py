@@ -321,15 +321,17 @@ def spec_of(
     """
     scores = scores or ScoreOptions()
     try:
-        tokens = ids_with_spans(array("i", prompt).tobytes(), fields.get("spans", ()))
+        tokens = array("i", prompt).tobytes()
     except OverflowError:
         raise RequestError("input_ids must be 32-bit integers.", param="input_ids") from None
+    if fields.get("spans"):
+        tokens = ids_with_spans(tokens, fields["spans"])
     first_hidden = experts_from
     if hidden:
         first_hidden = 0 if hidden == ALL_HIDDEN else len(prompt) - 1
     message = Generate(
         request=id,
-        tokens=ids_with_spans(tokens, fields.get("spans", ())),
+        tokens=tokens,
         sampling=sampling,
         score_from=scores.start,
         score_top=scores.top if scores.start != NO_SCORES else 0,

@@ -22,7 +22,7 @@ from banyan.config.observability import replay_code
 from banyan.router.config import RouterConfig
 from banyan.router.upstream import WorkerLost, WorkerUnreachable
 from banyan.router.worker import Worker
-from banyan.scheduler.prefix_hashes import Contents
+from banyan.scheduler.routing import Contents
 
 log = logger(__name__)
 

@@ -26,7 +26,7 @@ from banyan.router.proxy import PATHS, OutgoingRequest, Proxy
 from banyan.router.state import RouterState
 from banyan.router.upstream import Headers, UpstreamResponse, WorkerLost, WorkerUnreachable
 from banyan.router.worker import Attempt, Worker
-from banyan.scheduler.prefix_hashes import BLOCK_BYTES, MAX_BLOCKS
+from banyan.scheduler.routing import BLOCK_BYTES, MAX_BLOCKS
 from banyan.server.errors import unavailable
 from banyan.server.http.auth import TENANT
 from banyan.server.http.exchange import OF_LOAD, HttpExchange

@@ -15,15 +15,18 @@ from typing import Protocol
 from banyan.base.table import Table
 from banyan.router.config import PolicyConfig
 from banyan.router.worker import Worker
-from banyan.scheduler.prefix_hashes import BLOCK_BYTES, MAX_BLOCKS, prefix_keys, token_keys
 from banyan.scheduler.routing import (
+    BLOCK_BYTES,
+    MAX_BLOCKS,
     CacheAware,
     bucket,
     bucket_bounds,
     cache_aware,
     consistent_hashing,
     power_of_two,
+    prefix_keys,
     round_robin,
+    token_keys,
 )
 
 ROUTING_KEY = b"x-smg-routing-key"

@@ -11,7 +11,7 @@ from enum import Enum
 
 from banyan.router.config import BreakerConfig, HealthConfig, WorkerSpec
 from banyan.router.upstream import Upstream
-from banyan.scheduler.prefix_hashes import BLOCK_BYTES, Contents, Prefixes
+from banyan.scheduler.routing import BLOCK_BYTES, Contents, Prefixes
 
 
 class CircuitState(Enum):

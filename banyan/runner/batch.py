@@ -204,3 +204,12 @@ def histories(batch: Batch, table: SlotTable) -> Tensor | None:
             path = branches.paths[int(batch.last[output] - batch.offsets[at])]
             found[output, branches.base : length] = mine[np.add(path, branches.base)]
     return found
+
+
+def is_sampled_plainly(batch: Batch, table: SlotTable) -> bool:
+    """Whether the recorded sampler can sample: no masks, biases, bans or logit processors."""
+    if table.edited or table.processed:
+        return False
+    if any(table.params["penalised"][slot] for slot in batch.branching_slots):
+        return False  # the table has no contiguous history of a draft in a tree
+    return not any(row.masked for row in batch.rows)

@@ -30,8 +30,8 @@ from banyan.ops.api import OpTime
 from banyan.ops.host_memory import copy_to
 from banyan.platform.base import Graph
 from banyan.runner.attention import GroupView, StepGeometry
-from banyan.runner.batch import Batch
-from banyan.runner.forward import EagerForward, ForwardContext, is_sampled_plainly
+from banyan.runner.batch import Batch, is_sampled_plainly
+from banyan.runner.forward import EagerForward, ForwardContext
 from banyan.runner.inputs import BoundStates, StepTensors, takes_features
 from banyan.runner.multi_step import MultiStepRunner
 from banyan.runner.sampler import Sampled

@@ -91,7 +91,6 @@ class ControlOpExecutor:
         preparers: by kind of control op.
         ranks: ranks that get the same plans.
         device: of the tensors with which the ranks exchange replies.
-        stepped: called after each step with rows.
     """
 
     def __init__(
@@ -100,19 +99,15 @@ class ControlOpExecutor:
         preparers: Mapping[type[ControlOp], PrepareOp],
         ranks: Group | None = None,
         device: torch.device | None = None,
-        stepped: Callable[[], None] | None = None,
     ) -> None:
         self._runner = runner
         self._preparers = preparers
         self._ranks = ranks or Group()
         self._device = device or torch.device("cpu")
-        self._stepped = stepped
 
     def launch(self, plan: StepPlan, mask_of: Callable[[int], bytes] | None = None) -> StepInFlight:
         if not plan.control_ops:
-            pending = self._runner.launch(plan, mask_of)
-            self.has_run(plan)
-            return pending
+            return self._runner.launch(plan, mask_of)
         replies: list[ControlOpReply] = []
         with torch.inference_mode(mode=False):  # tensors made here are written to later
             for op in plan.control_ops:
@@ -120,11 +115,6 @@ class ControlOpExecutor:
                 if not replies[-1].ok:
                     break
         return _StepWithReplies(self._runner.launch(plan, mask_of), replies)
-
-    def has_run(self, plan: StepPlan) -> None:
-        """Report that a plan without control ops has run through this rank's layers."""
-        if self._stepped is not None and plan.rows:
-            self._stepped()
 
     def _execute(self, op: ControlOp) -> ControlOpReply:
         finish: Finish | None = None

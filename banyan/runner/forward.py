@@ -226,10 +226,8 @@ class EagerForward:
         raise ConfigError("the steps of this model are not recorded: no op can be timed alone")
 
 
-def shared_sizes(rows_of_all: DPAttentionBatch | None) -> tuple[int, int]:
+def shared_sizes(rows_of_all: DPAttentionBatch) -> tuple[int, int]:
     """Tokens of all replicas, and outputs that they compute logits for together."""
-    if rows_of_all is None:
-        return 0, 0
     outputs = rows_of_all.outputs.total if rows_of_all.has_outputs else 0
     return rows_of_all.tokens.total, outputs
 
@@ -248,12 +246,3 @@ def as_agreed(tokens: np.ndarray, rows_of_all: DPAttentionBatch | None) -> np.nd
     if rows_of_all is None or not rows_of_all.has_outputs:
         return tokens
     return np.pad(tokens, (0, rows_of_all.outputs.mine - len(tokens)))
-
-
-def is_sampled_plainly(batch: Batch, table: SlotTable) -> bool:
-    """Whether the recorded sampler can sample: no masks, biases, bans or logit processors."""
-    if table.edited or table.processed:
-        return False
-    if any(table.params["penalised"][slot] for slot in batch.branching_slots):
-        return False  # the table has no contiguous history of a draft in a tree
-    return not any(row.masked for row in batch.rows)

@@ -171,7 +171,10 @@ class StepTensors:
 
     def _take_features(self, batch: Batch, given: FeatureRows) -> None:
         """Bring the features of the batch's places to where the step reads them."""
-        taken = self._table.spans.taken(batch.slots, batch.starts, batch.ends, batch.offsets)
+        taken: list[tuple[int, Tensor]] = []
+        if self._table.spans.by_slot:
+            spans = self._table.spans
+            taken = spans.taken(batch.slots, batch.starts, batch.ends, batch.offsets)
         if not taken and not self._has_features:
             return
         where = np.full(len(given.where), -1, np.int32)
@@ -240,6 +243,7 @@ class StepTensors:
             attention=attention.bind(geometry),
             states=BoundStates(self._store, geometry),
             feature_rows=self._feature_rows_of(tokens),
+            cross=self._table.spans.cross_rows(batch.slots, batch.offsets),
             shifts=None if self.shifts is None else self.shifts[:tokens],
             previous_states=None if self.carried is None else self.carried[:tokens],
             aux_hidden_states=self._new_aux_hidden_states(),

@@ -175,13 +175,6 @@ class KVStore:
             for held in self._pages_of(group) if layout.kind == STATE else ():
                 held[targets] = held[sources]
 
-    def scribble(self) -> None:
-        """Write finite numbers into every page, for timing: unwritten host memory is one shared
-        page of zeros, which stays in the nearest CPU cache."""
-        for group in range(len(self.groups)):
-            for pages in self._bytes_of(group):
-                pages.fill_(0x3C)
-
     def arrange(self, is_by_name: bool, is_apart: bool) -> None:
         """Set how pages are copied between a device and the host. Call it before the first copy.
 

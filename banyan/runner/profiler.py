@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import torch
+
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.ids import PageId, SlotId, StepId
 from banyan.base.log import logger
@@ -31,13 +33,17 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.-]{0,64}")
 class Profiler:
     """
     Args:
-        marks: profiler spans of the recorded threads.
+        runner: of this rank.
+        marks: profiler spans of other threads, recorded with the runner's.
         folder: default folder of the files; "" = the folder of temporary files.
         name: of this rank, for file names.
     """
 
-    def __init__(self, marks: Sequence[Marks], folder: str = "", name: str = "engine") -> None:
-        self._marks = marks
+    def __init__(
+        self, runner: ModelRunner, marks: Sequence[Marks], folder: str = "", name: str = "engine"
+    ) -> None:
+        self._runner = runner
+        self._marks = [*marks, runner.marks]
         self._folder = folder or tempfile.gettempdir()
         self._name = name
         self._trace: Trace | None = None
@@ -50,8 +56,6 @@ class Profiler:
 
     def stepped(self) -> None:
         """A step with rows has run."""
-        if self._trace is None:
-            return
         self._steps += 1
         if self._steps == self._most_steps:
             self._end()
@@ -83,6 +87,7 @@ class Profiler:
             self._trace = Trace()
             for marks in self._marks:
                 marks.trace = self._trace
+            self._runner.on_ran = self.stepped
             return RankReply("Start profiling.")
 
         return start
@@ -106,6 +111,7 @@ class Profiler:
     def _end(self) -> None:
         assert self._trace is not None
         trace, self._trace = self._trace, None
+        self._runner.on_ran = None
         for marks in self._marks:
             marks.trace = None
         try:
@@ -142,12 +148,15 @@ class OpTimer:
         self._sizes = sizes
         self._probe = probe
         self._step = 0
-        runner.store.scribble()
+        # Unwritten host memory is one shared page of zeros, which stays in the nearest CPU cache.
+        for cache in runner.store.caches:
+            for pages in runner.store.tensors(cache.layer).values():
+                pages.view(torch.uint8).fill_(0x3C)
 
     @property
     def is_recorded(self) -> bool:
         """Whether the ops of this model's steps can be timed."""
-        return self._runner.is_recorded
+        return self._runner.forward.is_recorded
 
     def peaks(self) -> Peaks:
         """Peak performance of the kernels on this machine, measured now."""
@@ -166,7 +175,7 @@ class OpTimer:
         failed = self._runner.launch(plan).result()
         if failed.error or failed.failed:
             raise ConfigError(f"the step cannot be run: {failed.error or failed.failed[0].text}")
-        runs = [self._runner.op_times() for _ in range(_RUNS)]
+        runs = [self._runner.forward.op_times() for _ in range(_RUNS)]
         self._run(leaves=[SlotId(i + 1) for i in range(rows)])
         return sorted(runs, key=lambda stages: sum(stage.seconds for stage in stages))[_RUNS // 2]
 

@@ -187,17 +187,15 @@ def _runs(page_layout: PageLayout) -> list[tuple[int, int, int]]:
     return runs
 
 
-def copy_after(store: KVStore, copies: list[PageCopy], ranks: Group) -> Tensor | None:
-    """Make the copies of a plan after its rows, and synchronise ranks whose pages rank 0 moves.
-
-    After a step rank 0 may read or reuse pages of all ranks, so every rank must have ended it.
+def end_together(store: KVStore, copies: list[PageCopy], ranks: Group) -> Tensor | None:
+    """Synchronise ranks whose pages rank 0 moves, after a step with these copies: rank 0 may read
+    or reuse pages of all ranks then, so every rank must have ended it.
 
     returns: a tensor to wait for, if the ranks synchronise on the device.
     """
-    store.copy(copies, "after")
-    if store.is_shared and not store.is_host:
+    if not store.is_host:
         return ranks.all_reduce(torch.zeros(1, device=store.device))
-    if store.is_shared and any(copy.when == "after" for copy in copies):
+    if any(copy.when == "after" for copy in copies):
         ranks.all_reduce(torch.zeros(1))
     return None
 

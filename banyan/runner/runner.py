@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -38,6 +39,7 @@ from banyan.messages.plan import (
     STORE,
     CopyResult,
     PageCopy,
+    PieceFailure,
     Row,
     StepPlan,
     StepResult,
@@ -46,18 +48,21 @@ from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.models.base import Model
 from banyan.moe.routing_record import returned_experts
 from banyan.ops.api import OpTime
+from banyan.ops.bind import BoundOps
 from banyan.ops.host_memory import copy_to
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
-from banyan.runner.attention import BACKENDS
+from banyan.runner.attention import BACKENDS, AttentionBackend
 from banyan.runner.batch import Batch, histories
 from banyan.runner.choose_forward import open_forward
+from banyan.runner.double_sparsity import DoubleSparsityBackend, HeavyTokens, PlainPages
 from banyan.runner.draft_trees import Compaction, branches_of
 from banyan.runner.features import Features, SpanTable, form_of
+from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
 from banyan.runner.logprobs import CHUNK_ELEMENTS, ScoredPositions, StepScores
 from banyan.runner.multi_step import MultiStep
-from banyan.runner.rank_pages import copy_after
+from banyan.runner.rank_pages import end_together
 from banyan.runner.runner_config import Abilities, RunnerConfig
 from banyan.runner.sampler import Processors, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
@@ -155,6 +160,8 @@ class ModelRunner:
         """Eventfd with which running steps wake the engine loop; None = they do not."""
         self.marks = Marks("runner")
         """Profiler spans of the launching thread."""
+        self.on_ran: Callable[[], None] | None = None
+        """Called after each step with rows, while a profile is recorded."""
         self._sampler = Sampler(self._table, model_config.vocab_size, build.ops)
         self._processors = Processors(self._table)
         self._target_hidden = TargetHiddenStates(bool(aux_layers))
@@ -181,6 +188,7 @@ class ModelRunner:
                 self.store,
                 compaction,
                 config.branching,
+                (config.accept_single, config.accept_total),
             )
         self._score_chunk = max(1, CHUNK_ELEMENTS // model_config.vocab_size)
         self._dp_step: DPAttentionStep | None = None
@@ -188,6 +196,9 @@ class ModelRunner:
             # All replicas must use the same chunk, however each one runs the model.
             chunk = min(self._score_chunk, config.max_slots)
             self._dp_step = DPAttentionStep(build.groups.dp_batch, chunk)
+        self._opened: Forward | None = None
+        """None = the model, or the memory of its graphs, is released."""
+        self._pooler: Pooler | None = None
         self.take_model(model)
 
     def take_model(self, model: Model, opens: bool = True) -> None:
@@ -199,14 +210,13 @@ class ModelRunner:
         self.platform.synchronize()
         self.model: Model | None = model
         if self._features is not None:
-            self._features.tower = model.tower
+            self._features.towers = model.towers
         if not opens:
             return
         model_config = self._model_config
-        default = "encoder" if model_config.is_encoder else "paged"
-        attention = BACKENDS.load(self._config.attention or default)(self._build.ops, self.store)
+        attention = self._open_attention()
         with self.platform.stream():
-            self._forward = open_forward(
+            self._opened = open_forward(
                 model=model,
                 table=self._table,
                 store=self.store,
@@ -220,13 +230,27 @@ class ModelRunner:
         if model_config.pooling is not None:
             self._pooler = Pooler(model_config.pooling, model, self._table.adapters)
 
+    def _open_attention(self) -> AttentionBackend:
+        sparsity, build, model_config = self._config.sparsity, self._build, self._model_config
+        if sparsity.is_enabled:
+            plain = cast(BoundOps, build.ops).plain_pages("paged_attention")
+            tokens = HeavyTokens(sparsity, model_config, build.device, cast(PlainPages, plain))
+            return DoubleSparsityBackend(build.ops, self.store, tokens)
+        default = "encoder" if model_config.is_encoder else "paged"
+        return BACKENDS.load(self._config.attention or default)(build.ops, self.store)
+
     def drop_model(self, keeps_weights: bool = False) -> None:
         """Free the model, or only the graphs that run it; no rows can run until `take_model`."""
         self.platform.synchronize()
-        for part in ("_forward", "_pooler"):  # they may have gone with other memory before
-            self.__dict__.pop(part, None)
+        self._opened = self._pooler = None
         if not keeps_weights:
             self.model = None
+
+    @property
+    def forward(self) -> Forward:
+        """How steps run through the model."""
+        assert self._opened is not None, "the model is released"
+        return self._opened
 
     @property
     def abilities(self) -> Abilities:
@@ -243,7 +267,7 @@ class ModelRunner:
             vectors=self._pooler is not None,
             hidden=True,
             features=self._features is not None,
-            multi_steps=self._forward.is_recorded
+            multi_steps=self.forward.is_recorded
             and self._pooler is None
             and self._drafting is None
             and self._ranks.size == 1,
@@ -253,20 +277,6 @@ class ModelRunner:
     def drafting(self) -> Drafting | None:
         """None = no speculative decoding."""
         return self._drafting
-
-    @property
-    def how(self) -> str:
-        """How steps run through the model: "recorded", "captured" or "eager"."""
-        return self._forward.how
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether steps are replayed, so that their ops can be timed."""
-        return self._forward.is_recorded
-
-    def op_times(self) -> list[OpTime]:
-        """Op times of the last step; ConfigError if steps are not recorded."""
-        return self._forward.op_times()
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -287,9 +297,11 @@ class ModelRunner:
     def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         begun = self.begin(plan)
         finish = self.end(begun, mask_of)
-        # Rank 0 may read or reuse pages of all ranks once a step has ended, so all must be done.
-        if plan.copies or self.store.is_shared:
-            other_ranks = copy_after(self.store, plan.copies, self._ranks)
+        if self.on_ran is not None and plan.rows:
+            self.on_ran()
+        self.store.copy(plan.copies, "after")
+        if self.store.is_shared:
+            other_ranks = end_together(self.store, plan.copies, self._ranks)
             if other_ranks is not None:
                 return finish_after(self.platform.fetch([other_ranks]), finish)
         return finish
@@ -315,7 +327,9 @@ class ModelRunner:
         table.join(plan.joins)
         table.grant(plan.grants)
         self.store.copy(plan.copies, "before")
-        spoilt = [] if self._features is None else self._features.enter(plan)
+        spoilt: list[PieceFailure] = []
+        if self._features is not None and (plan.contents or plan.pieces or plan.forget):
+            spoilt = self._features.enter(plan)
         if self._drafting is not None:
             self._drafting.enter(plan)
         batch, failed = self._build_batch(plan.rows, plan.steps > 1)
@@ -333,37 +347,27 @@ class ModelRunner:
 
     def end(self, begun: BegunStep, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         """Sample, verify drafts and read out other outputs; returns a function that waits for the
-        result."""
+        result. With pipeline parallelism other plans may have begun since: `forward.select`."""
         outputs = self._outputs(begun, mask_of) if begun.has_run else StepOutputs()
         finish = partial(build_result, begun, outputs, outputs.fetch(self.platform))
-        if not begun.batch.rows or self._forward.results_are_final:
+        if not begun.batch.rows or self.forward.results_are_final:
             return finish
         # A recorded step has already ended, and the next one writes to the same memory.
         result = finish()
         self.marks.end("read out")
         return lambda: result
 
-    # -- pipeline parallelism: `end` may come after other plans have begun ---------------------
-
-    def stage_output(self, begun: BegunStep) -> Tensor:
-        """Input of the next stage, valid until the next `begin`; [tokens, hidden]."""
-        return self._forward.stage_output(begun.batch)
-
-    def select(self, begun: BegunStep) -> None:
-        """Make `end` refer to this step, although others may have begun since."""
-        self._forward.select(begun.batch)
-
     # -- from other threads, during a plan of several steps ------------------------------------
 
     def interrupt(self, step: StepId) -> None:
         """End plans up to this one after their current step."""
-        if (multi_steps := self._forward.multi_steps) is not None:
+        if (multi_steps := self.forward.multi_steps) is not None:
             multi_steps.interrupt(step)
 
     def tokens_so_far(self, step: StepId) -> dict[int, bytes] | None:
         """Tokens that the running plan `step` has sampled in completed steps: index in the plan ->
         int32 ids. None = that plan is not running."""
-        multi_steps = self._forward.multi_steps
+        multi_steps = self.forward.multi_steps
         return None if multi_steps is None else multi_steps.tokens_so_far(step)
 
     def wake_next_step(self) -> bool:
@@ -412,16 +416,16 @@ class ModelRunner:
         """
         times: list[OpTime] = []
         trace = self.marks.trace
-        self._forward.on_op_times = None if trace is None else times.extend
+        self.forward.on_op_times = None if trace is None else times.extend
         multi_step = None
         if plan.steps > 1:
             steps = min(row.count for row in plan.rows)
             wake_fd = -1 if self.wake_fd is None else self.wake_fd
-            multi_step = self._forward.multi_step(
+            multi_step = self.forward.multi_step(
                 batch, steps, plan.step, plan.report_every, wake_fd
             )
         if multi_step is None:
-            self._forward.run(batch)
+            self.forward.run(batch)
         if self._build.watch is not None:
             self._build.watch.ran(batch.positions)
         at = self.marks.end("forward", rows=len(batch.rows), tokens=int(batch.offsets[-1]))
@@ -440,10 +444,10 @@ class ModelRunner:
             self._table.grow(batch.to_slots, multi_step.steps - 1)
         if self._drafting is not None and verified is not None:
             self._drafting.draft(batch, verified, len(plan.rows))
-        vectors = None if self._pooler is None else self._pooler.read(self._forward, batch)
+        vectors = None if self._pooler is None else self._pooler.read(self.forward, batch)
         hidden: dict[int, Tensor] = {}
         if batch.wanted & HIDDEN:
-            hidden = read_hidden_states(self._forward, batch)
+            hidden = read_hidden_states(self.forward, batch)
         if begun.chosen is not None:
             watch = self._build.watch
             hidden |= returned_experts(watch, begun.chosen, batch, self._model_config)
@@ -467,9 +471,9 @@ class ModelRunner:
         samples = bool(batch.wanted & SAMPLE)
         if not samples and (self._dp_step is None or not self._dp_step.has_outputs):
             return None, scores, self._verify(batch, None)
-        sampled, logits = self._forward.next_tokens(), None
+        sampled, logits = None if self._is_relaxed else self.forward.next_tokens(), None
         if sampled is None:
-            logits = self._forward.next_logits(batch)
+            logits = self.forward.next_logits(batch)
             if not samples:  # the logits were computed for other replicas
                 return None, scores, self._verify(batch, None) if batch.rows else None
             sampled = self._sample(plan, batch, logits, mask_of)
@@ -492,10 +496,14 @@ class ModelRunner:
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return here, scores, verified
 
+    @property
+    def _is_relaxed(self) -> bool:
+        return self._drafting is not None and self._drafting.is_relaxed
+
     def _verify(self, batch: Batch, sampled: Sampled | None) -> Verified | None:
         """Accept or reject drafts, and count the accepted tokens as part of their slots."""
         if self._drafting is not None:
-            self._target_hidden.enter(batch, self._forward)
+            self._target_hidden.enter(batch, self.forward)
             return self._drafting.verify(batch, None if sampled is None else sampled.tokens)
         if sampled is not None:
             self._table.grow(batch.to_slots)
@@ -509,11 +517,11 @@ class ModelRunner:
         for part in self._score_chunks(len(known)):
             entries = known[part]
             if scored is None or scores is None or not len(entries):
-                self._forward.logits(entries)  # joins the other replicas' collectives
+                self.forward.logits(entries)  # joins the other replicas' collectives
                 continue
             row, position = scored.row[entries], scored.position[entries]
             before = batch.offsets[row] + position - 1 - batch.starts[row]
-            logits = self._forward.logits(before)
+            logits = self.forward.logits(before)
             slots, positions = copy_to(np.stack([batch.slots[row], position]), self._device)
             tokens = self._table.tokens[slots, positions].long()
             scores.fill(entries, logits, np.arange(len(entries)), tokens)
@@ -529,7 +537,7 @@ class ModelRunner:
         self, plan: StepPlan, batch: Batch, logits: Tensor, mask_of: MaskOf | None
     ) -> Sampled:
         """Sample on rank 0 and broadcast, so that every rank enters the same tokens."""
-        where = self._forward.targets(batch)
+        where = self.forward.targets(batch)
         if self._ranks.rank:
             tokens = torch.zeros(len(batch.sampling), dtype=torch.int64, device=self._device)
             tokens = self._ranks.broadcast(tokens)
@@ -543,6 +551,9 @@ class ModelRunner:
             failed |= faults
         sampled = self._sampler.sample(logits, slots, positions, masks, where, past)
         tokens = sampled.tokens
+        if self._drafting is not None and self._is_relaxed:
+            tokens = self._drafting.relaxed(batch, tokens, sampled.edited_logits(logits))
+            self._table.enter(*where, tokens)
         if self._ranks.size > 1:
             tokens = self._ranks.broadcast(tokens)
         return replace(sampled, tokens=tokens, failed=sampled.failed | failed)

@@ -107,7 +107,8 @@ class SlotTable:
         for slot in leaves:
             self._joins.pop(slot, None)
             self._refused.pop(slot, None)
-            self.spans.leave(slot)
+            if slot in self.spans.by_slot:
+                self.spans.leave(slot)
             self.processed.pop(slot, None)
             self.edited.discard(slot)
             self._drop_drafts(slot)
@@ -139,7 +140,9 @@ class SlotTable:
         sampling = join.sampling
         for ids in (join.score_ids, sampling.stop_ids, sampling.logit_bias):
             self._check_ids(ids)
-        self._write(join.slot, 0, self.spans.join(join, tokens))
+        if join.spans:
+            tokens = self.spans.join(join, tokens)
+        self._write(join.slot, 0, tokens)
         if self.adapters is not None:
             self.adapters.enter(join.slot, join.adapter)
         if sampling.processor:
@@ -217,7 +220,7 @@ class SlotTable:
             raise RowError(f"the row runs to position {end - 1}; tokens are known below {known}")
         if samples and end - row.drafts != known:
             raise RowError(f"the row would sample position {end}, whose token is known already")
-        if (problem := self.spans.problem(row)) is not None:
+        if slot in self.spans.by_slot and (problem := self.spans.problem(row)) is not None:
             raise RowError(problem)
         if row.drafts and self._is_drafting:
             self._write(slot, known, np.array(self.drafts[slot][: row.drafts], np.int32))

@@ -1,15 +1,19 @@
 """Loads one rank's weights at the start, and updates, releases and resumes them at runtime.
 
 LoadedWeights serves the control ops for weights and memory; the engine decides when they run.
+WeightsBackup keeps the weights of a device in host memory while their memory is released
+(--enable-weights-cpu-backup).
 """
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from types import FunctionType, ModuleType
 
 import msgspec
 import torch
+from torch import Tensor
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger, printable
@@ -42,14 +46,19 @@ from banyan.models.weights.draft_models import (
     load_mtp_layer,
     restrict_head,
 )
-from banyan.models.weights.loader import load_model, load_tower, rows_of, tensors_of
+from banyan.models.weights.loader import (
+    load_model,
+    load_tower,
+    rows_of,
+    tensors_of,
+)
 from banyan.models.weights.reader import Transform, files_state_of, load_transforms
 from banyan.models.weights.torchao import torchao_transform
+from banyan.models.whisper import WhisperLM
 from banyan.ops.api import Ops
 from banyan.runner.control_ops import Finish, RankReply
 from banyan.runner.offload import Offload, OffloadedBlocks, not_streamed
 from banyan.runner.runner import ModelRunner
-from banyan.runner.weights_backup import WeightsBackup
 
 log = logger(__name__)
 
@@ -95,14 +104,16 @@ def load_weights(
     if build.adapters is not None:
         enable_lora(model, build.adapters, build.ops)
     if model_config.media is not None and build.groups.stages.rank == 0:
-        assert isinstance(model, DecoderLM), "only decoders take features"
-        model.tower = load_tower(
-            model_config,
-            build,
-            config.load_format,
-            is_mapped=not config.disable_mmap,
-            transforms=transforms_of(config, model_config),
-        )
+        assert isinstance(model, DecoderLM | WhisperLM), "only decoders take features"
+        for kind in model_config.media.towers:
+            model.tower_modules[kind] = load_tower(
+                model_config,
+                build,
+                config.load_format,
+                is_mapped=not config.disable_mmap,
+                transforms=transforms_of(config, model_config),
+                kind=kind,
+            )
     if config.is_watched:
         from banyan.runner.hooks import watch_layers
 
@@ -203,7 +214,7 @@ class LoadedWeights:
         keeps_backup: bool = False,
     ) -> None:
         self._offload = offload
-        self._keeps_backup = keeps_backup and not runner.platform.traits.is_host
+        self._keeps_backup = keeps_backup
         self._backup: WeightsBackup | None = None
         self._config = config
         self._model_config = model_config
@@ -407,3 +418,61 @@ def _one_torch_thread(ops: Ops) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+_OWNERS = ("banyan.layers", "banyan.models", "banyan.moe.layer", "banyan.ops", "banyan.ascend.ops")
+"""Modules of classes whose objects hold weights."""
+_CONTAINERS = (dict, list, tuple, set)
+
+
+class WeightsBackup:
+    """Copies the weights to the host and frees their memory on the device; tensors stay as they
+    are, without content, until `restore`."""
+
+    def __init__(self, model: Model) -> None:
+        by_address = {t.untyped_storage().data_ptr(): t for t in _device_tensors(model) if t.nbytes}
+        self._kept = [(tensor, _bytes_of(tensor).cpu()) for tensor in by_address.values()]
+        for tensor, _ in self._kept:
+            tensor.untyped_storage().resize_(0)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(content.nbytes for _, content in self._kept)
+
+    def restore(self) -> None:
+        """Allocate the memory again, at other addresses, and copy the weights back."""
+        for tensor, content in self._kept:
+            tensor.untyped_storage().resize_(content.nbytes)
+            _bytes_of(tensor).copy_(content)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of the tensor's storage."""
+    storage = tensor.untyped_storage()
+    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return made.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _device_tensors(model: Model) -> Iterator[Tensor]:
+    """The tensors on a device that a model's layers hold, also in packed products and closures."""
+    stack: list[object] = [model]
+    seen: dict[int, object] = {}
+    while stack:
+        each = stack.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
+        if isinstance(each, Tensor):
+            if not each.is_cpu:
+                yield each
+        elif isinstance(each, FunctionType):
+            stack += [cell.cell_contents for cell in each.__closure__ or ()]
+        elif isinstance(each, _CONTAINERS) or _is_owner(each):
+            stack += gc.get_referents(each)
+
+
+def _is_owner(each: object) -> bool:
+    if isinstance(each, (type, ModuleType)):
+        return False
+    module = type(each).__module__
+    return module.startswith(_OWNERS) or module in ("functools", "builtins") and callable(each)

@@ -177,13 +177,14 @@ def prefix_of(request: Request, cache: KVCache) -> Match:
 
 def explain_miss(request: Request, cache: KVCache, match: Match) -> Miss:
     """Why no more of a new request's prompt comes from the cache."""
+    if match.tokens >= request.known - 1:
+        return Miss()
     miss = cache.misses.explain(
         namespace=cache.weights + request.namespace,
         path=match.path,
         found=match.tokens,
         tokens=request.tokens,
         limit=prefix_limit(request),
-        wanted=request.known - 1,
     )
     if miss.reason not in (misses.EVICTED, misses.PAGE, misses.UNSEEN):
         return miss
@@ -197,7 +198,7 @@ def _explain_store_miss(request: Request, cache: KVCache, match: Match) -> str:
     fetch, tier, depth = request.fetch, cache.tier, len(match.path)
     if fetch is None or tier is None or not tier.is_attached or depth >= len(fetch.keys):
         return ""
-    if fetch.held < 0 or tier.load_of(fetch.keys[depth]) is not None:
+    if fetch.held < 0 or fetch.keys[depth] in tier.loading:
         return misses.LOADING
     if depth >= fetch.held:
         return ""

@@ -108,6 +108,11 @@ class StoreFetcher:
         self._open[self._last_id] = request.fetch
         self.lookups.append(Lookup(self._last_id, keys[depth:]))
 
+    def take_lookups(self) -> list[Lookup]:
+        """Drain the outbox."""
+        taken, self.lookups = self.lookups, []
+        return taken
+
     def on_lookup_reply(self, held: Held) -> None:
         fetch = self._open.pop(held.id, None)
         if fetch is not None:
@@ -179,16 +184,16 @@ class StoreFetcher:
         if is_broken or is_other or depth >= fetch.held:
             fetch.is_over = True
             return
-        other = tier.load_of(fetch.keys[depth])
+        other = tier.loading.get(fetch.keys[depth])
         if other is not None:
             fetch.loads.append(other)
             return
-        if not self._is_worth(fetch.held - depth, tier.num_loading):
+        if not self._is_worth(fetch.held - depth, len(tier.loading)):
             fetch.is_over = True
             return
         end = depth
         most = min(fetch.held, depth + tier.load_capacity())
-        while end < most and tier.load_of(fetch.keys[end]) is None:
+        while end < most and fetch.keys[end] not in tier.loading:
             end += 1
         if end == depth or not fits(request, match):
             return

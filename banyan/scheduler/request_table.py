@@ -187,12 +187,8 @@ class RequestTable:
     def fail(self, request: Request, status: int, text: str, code: str = "engine_error") -> None:
         """Any state -> FINISHED with an error; other requests are not affected."""
         self._end(request)
-        self.refuse(request.id, status, text, code)
-
-    def refuse(self, request_id: RequestId, status: int, text: str, code: str) -> None:
-        """Report an error for a request that is not in the table."""
         self.counters.failed += 1
-        self.events.append(Failed(request_id, status, text, code))
+        self.events.append(Failed(request.id, status, text, code))
 
     def void(self, request: Request) -> None:
         """Ignore all results in flight. Rows that wait for a mask get an empty one (no constraint),

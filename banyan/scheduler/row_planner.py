@@ -85,7 +85,9 @@ class RowPlanner:
         )
         request.drafting.proposed = flight.propose
         if restores:
-            builder.copies += self._cache.restores(lease, flight.row, builder.step)
+            builder.copies += self._cache.partial_blocks.begin(lease, flight.row)
+            if self._cache.has_state:
+                builder.copies += self._cache.states.restores(lease, flight.row, builder.step)
         if samples and request.grammar is not None:
             self._mask(request, builder, flight, drafts)
         builder.rows.append(self._row(request, start, count, drafts, flight))
@@ -121,7 +123,9 @@ class RowPlanner:
         ):
             return 0, 0
         assert request.lease is not None
-        checkpoint = 0 if pending else self._cache.states.boundary(request.lease, known, start)
+        checkpoint = 0
+        if self._cache.has_state and not pending:
+            checkpoint = self._cache.states.boundary(request.lease, known, start)
         if request.is_decoding:
             drafts = 0 if checkpoint else self._drafts(request, pending, builder)
             return 1 + drafts, drafts
@@ -217,10 +221,9 @@ class RowPlanner:
         """Share the full blocks of a row of known tokens before the row has run (rule R2)."""
         end = min(end, request.known)
         self._cache.publish(lease, request.tokens, end, builder.step, request.id)
-        if self._cache.states.boundary(lease, request.known, end - 1) == end:
-            builder.copies += self._cache.states.checkpoint(
-                lease, end, row, builder.step, request.id
-            )
+        states = self._cache.states
+        if self._cache.has_state and states.boundary(lease, request.known, end - 1) == end:
+            builder.copies += states.checkpoint(lease, end, row, builder.step, request.id)
 
 
 def choose_steps(request_table: RequestTable, limits: SchedulerLimits) -> tuple[int, int]:

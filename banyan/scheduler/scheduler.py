@@ -14,7 +14,13 @@ from banyan.disaggregation.scheduling import DECODE, disaggregation_side
 from banyan.grammar.base import Grammar, GrammarFactory
 from banyan.kv_cache.cache import KVCache, Match
 from banyan.lora.scheduling import Adapters
-from banyan.messages.disaggregation import KVTransferEvent, PrefillResult, TransferFailed
+from banyan.messages.disaggregation import (
+    KVTransferEvent,
+    KVTransferOp,
+    PrefillResult,
+    TransferFailed,
+)
+from banyan.messages.events import Failed
 from banyan.messages.plan import CopyResult, Join, RowFailure, RowScores, StepResult
 from banyan.messages.requests import Generate
 from banyan.pipeline.micro_batches import MicroBatches
@@ -117,7 +123,9 @@ class Scheduler:
             if self.disaggregation is not None:
                 self.disaggregation.on_refused(generate)
             self.contents.refuse(generate)
-            self.request_table.refuse(generate.request, error.status, str(error), error.code)
+            self.counters.failed += 1
+            refused = Failed(generate.request, error.status, str(error), error.code)
+            self.request_table.events.append(refused)
             return
         self._arrivals += 1
         namespace = generate.namespace
@@ -133,7 +141,8 @@ class Scheduler:
         )
         self._fair_queue.join(request, self.request_table.alive)
         self.request_table.add(request)
-        self.contents.add(request)
+        if generate.contents:
+            self.contents.add(request)
         has_prompt_elsewhere = self._is_decode and bool(generate.transfer_id)
         if self.cache.tier is not None and not has_prompt_elsewhere:
             self.store_fetcher.look_up(request, now)
@@ -156,7 +165,8 @@ class Scheduler:
             self.request_table.finish(request, "stop", now, cut_at=request.prompt_len + keep)
 
     def on_copies_ended(self, result: CopyResult) -> None:
-        self.store_fetcher.note_read(len(result.ids), result.seconds)
+        if self.cache.tier is not None:
+            self.store_fetcher.note_read(len(result.ids), result.seconds)
         self.cache.end_copies(result.ids, result.failed)
         if self.disaggregation is not None:
             self.disaggregation.on_copies_ended()
@@ -172,8 +182,16 @@ class Scheduler:
         elif isinstance(event, TransferFailed):
             self.request_table.fail(request, event.status, event.text, event.code)
 
+    def take_transfer_ops(self) -> list[KVTransferOp]:
+        """Drain the outbox towards other servers."""
+        if self.disaggregation is None:
+            return []
+        ops, self.disaggregation.ops = self.disaggregation.ops, []
+        return ops
+
     def _on_end(self, request: Request) -> None:
-        self.contents.drop(request)
+        if request.generate.contents:
+            self.contents.drop(request)
         if self.disaggregation is not None:
             self.disaggregation.on_ended(request)
 
@@ -194,7 +212,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError when a page, slot or request is counted wrongly."""
         self.request_table.check()
-        self.contents.check_counts(self.request_table.alive)
+        if self.contents.items:
+            self.contents.check_counts(self.request_table.alive)
         if self.adapters is not None:
             self.adapters.check()
 
@@ -206,7 +225,8 @@ class Scheduler:
         limits, table, cache = self.limits, self.request_table, self.cache
         fail_overdue(table, limits, now)
         table.slots.free_lingering()
-        cache.pins.expire(now)
+        if cache.pins.by_name:
+            cache.pins.expire(now)
         builder = StepPlanBuilder(
             step=step,
             leaves=table.slots.leaves,
@@ -227,8 +247,7 @@ class Scheduler:
             self._admit(builder)
         # Copies off the device come first: this plan may give their pages to another request.
         if cache.tier is not None:
-            cache.tier.plan_writes(bool(builder.rows))
-            builder.copies[:0] = cache.tier.take_copies()
+            builder.copies[:0] = cache.tier.take_copies(bool(builder.rows))
         if cache.peers is not None:
             builder.copies[:0] = cache.peers.take_copies()
         if builder.has_work:
@@ -443,7 +462,7 @@ class Scheduler:
                 score_top=generate.score_top,
                 score_ids=generate.score_ids,
                 adapter=0 if self.adapters is None else self.adapters.enter(request),
-                spans=self.contents.placed(request),
+                spans=self.contents.placed(request) if generate.spans else b"",
                 namespace=generate.namespace if self.limits.drafts else b"",
             )
         )

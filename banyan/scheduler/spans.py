@@ -24,33 +24,53 @@ LEAST_PLACES = 4
 to say which content it was."""
 
 
+class TowerWork(msgspec.Struct, frozen=True):
+    """
+    Attributes:
+        kind: of the contents that it reads.
+        blocks: of the tower.
+        patch_work, pair_work: multiply-adds of a block for each patch or mel frame, and for each
+            pair of them in one frame or window.
+    """
+
+    kind: str
+    blocks: int
+    patch_work: int = 0
+    pair_work: int = 0
+
+
 class ContentLimits(msgspec.Struct, frozen=True):
     """
     Attributes:
         pool_rows: feature rows that are kept at the same time; 0 = prompts have no spans.
-        blocks: of the tower; 0 = only clients give features.
-        patch_work, pair_work: multiply-adds of a block for each patch, and for each pair of
-            patches of one frame.
+        towers: what makes features here; of other kinds only clients give them.
         token_work: multiply-adds of the model for one token, in which pieces are charged.
+        is_cross: decoding reads features too, so running requests keep theirs.
     """
 
     pool_rows: int = 0
-    blocks: int = 0
-    patch_work: int = 0
-    pair_work: int = 0
+    towers: tuple[TowerWork, ...] = ()
     token_work: int = 1
+    is_cross: bool = False
+
+    def tower_of(self, kind: str) -> TowerWork | None:
+        """What makes features of contents of a kind; None = the client does."""
+        return next((tower for tower in self.towers if tower.kind == kind), None)
 
     def cost(self, content: Content) -> int:
         """What one block costs, in tokens."""
-        if content.kind == ContentKind.FEATURES:
+        tower = self.tower_of(content.kind)
+        if tower is None:
             return 0
         times, height, width = content.grid
-        work = self.patch_work + self.pair_work * height * width
+        if tower.kind == ContentKind.MEL:
+            height = 1
+        work = tower.patch_work + tower.pair_work * height * width
         return -(-times * height * width * work // max(1, self.token_work))
 
 
 @dataclass(eq=False)
-class _Item:
+class ContentItem:
     """One content that a request has, or whose features are kept."""
 
     number: int
@@ -75,18 +95,20 @@ class _Item:
 class SpanContents:
     """
     Attributes:
+        items: contents by digest, of requests and those whose features are kept.
         forgotten: numbers for the next plan's `forget`.
+        dropped: digests whose data is of no use any more; some may have come again since.
     """
 
     def __init__(self, limits: ContentLimits, chunk_tokens: int, whole_prompts: bool) -> None:
         self._limits = limits
         self._chunk_tokens = chunk_tokens
         self._whole_prompts = whole_prompts
-        self._items: dict[bytes, _Item] = {}
+        self.items: dict[bytes, ContentItem] = {}
         self._numbers = 0
         self._ticks = 0
         self.forgotten: list[int] = []
-        self._dropped: list[bytes] = []
+        self.dropped: list[bytes] = []
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -97,13 +119,12 @@ class SpanContents:
         except ValueError as error:
             raise RequestError(f"The prompt is not in order: {error}") from None
         for content in generate.contents:
-            known = self._items.get(content.digest)
+            known = self.items.get(content.digest)
             if known is not None and not _is_alike(known.content, content):
                 raise RequestError("The content has the digest of another one")
-            if content.kind != ContentKind.FEATURES and not self._limits.blocks:
-                raise RequestError(
-                    f"This model reads text only, not {content.kind}", code="not_available"
-                )
+            is_given = content.kind == ContentKind.FEATURES
+            if not is_given and self._limits.tower_of(content.kind) is None:
+                raise RequestError(f"This model does not read {content.kind}", code="not_available")
         rows = [content.rows for content in generate.contents]
         most = sum(rows) if self._whole_prompts else max(rows, default=0)
         if most > self._limits.pool_rows:
@@ -124,19 +145,19 @@ class SpanContents:
     def add(self, request: Request) -> None:
         """A request has been queued."""
         for content in request.generate.contents:
-            item = self._items.get(content.digest)
+            item = self.items.get(content.digest)
             if item is None:
                 self._numbers += 1
-                is_given = content.kind == ContentKind.FEATURES
-                blocks = 1 if is_given else self._limits.blocks
-                item = _Item(self._numbers, msgspec.structs.replace(content, data=b""), blocks)
-                self._items[content.digest] = item
+                tower = self._limits.tower_of(content.kind)
+                bare = msgspec.structs.replace(content, data=b"")
+                item = ContentItem(self._numbers, bare, 1 if tower is None else tower.blocks)
+                self.items[content.digest] = item
             item.users[request.id] = request
 
     def drop(self, request: Request) -> None:
         """A request has ended."""
         for content in request.generate.contents:
-            item = self._items.get(content.digest)
+            item = self.items.get(content.digest)
             if item is None:
                 continue
             item.users.pop(request.id, None)
@@ -145,12 +166,12 @@ class SpanContents:
 
     def refuse(self, generate: Generate) -> None:
         """A request was refused: what came with it is of no use, unless others have it too."""
-        self._dropped += [content.digest for content in generate.contents]
+        self.dropped += [content.digest for content in generate.contents]
 
     def take_dropped(self) -> list[bytes]:
         """Drain the digests whose data is of no use any more."""
-        dropped, self._dropped = self._dropped, []
-        return [digest for digest in dropped if digest not in self._items]
+        dropped, self.dropped = self.dropped, []
+        return [digest for digest in dropped if digest not in self.items]
 
     def placed(self, request: Request) -> bytes:
         """The spans of a request for its Join."""
@@ -158,10 +179,11 @@ class SpanContents:
             PlacedSpan(
                 first=span.first,
                 count=span.count,
-                content=self._items[span.digest].number,
+                content=self.items[span.digest].number,
                 offset=span.offset,
                 shape=span.shape,
                 is_mutual=span.is_mutual,
+                token=-1 if span.token is None else span.token,
             )
             for span in request.generate.spans
         ]
@@ -170,7 +192,7 @@ class SpanContents:
     def spoil(self, number: int) -> list[Request]:
         """The runner could not make the features of a content; returns the requests that have
         it."""
-        item = next((item for item in self._items.values() if item.number == number), None)
+        item = next((item for item in self.items.values() if item.number == number), None)
         if item is None:
             return []
         users = list(item.users.values())
@@ -185,7 +207,7 @@ class SpanContents:
         for span in _after(request.generate.spans, start):
             if span.first >= end:
                 break
-            if not self._items[span.digest].is_ready:
+            if not self.items[span.digest].is_ready:
                 return max(start, span.first)
             if span.is_mutual and end < span.end:
                 return span.end if span.first <= start else span.first
@@ -195,7 +217,7 @@ class SpanContents:
         """A row over positions start … end - 1 has been planned."""
         for span in _after(request.generate.spans, start):
             if span.first < end:
-                self._items[span.digest].read_by = step
+                self.items[span.digest].read_by = step
 
     def prepare(
         self, request: Request, start: int, builder: StepPlanBuilder, running: Sequence[Request]
@@ -206,7 +228,7 @@ class SpanContents:
             running: all running requests, whose features are not given up for a waiting one.
         """
         for span in _after(request.generate.spans, start):
-            item = self._items[span.digest]
+            item = self.items[span.digest]
             self._ticks += 1
             item.used = self._ticks
             if item.is_ready:
@@ -224,7 +246,7 @@ class SpanContents:
             if not item.is_ready and not self._whole_prompts:
                 return
 
-    def _affordable(self, item: _Item, builder: StepPlanBuilder) -> int:
+    def _affordable(self, item: ContentItem, builder: StepPlanBuilder) -> int:
         """Blocks of an item that fit the step's budget; at least one if it is the first piece."""
         left, cost = item.blocks - item.done, self._limits.cost(item.content)
         if not cost:
@@ -234,7 +256,7 @@ class SpanContents:
 
     def _has_room(
         self,
-        item: _Item,
+        item: ContentItem,
         request: Request,
         start: int,
         span: Span,
@@ -249,7 +271,7 @@ class SpanContents:
         """
         if item.done:
             return True
-        held = [each for each in self._items.values() if each.done]
+        held = [each for each in self.items.values() if each.done]
         missing = sum(each.content.rows for each in held) + item.content.rows
         missing -= self._limits.pool_rows
         if missing <= 0:
@@ -261,7 +283,8 @@ class SpanContents:
         }
         is_running = request.state == RUNNING
         for other in running:
-            if other is not request and (not is_running or other.rank < request.rank):
+            is_first = self._limits.is_cross or not is_running or other.rank < request.rank
+            if other is not request and is_first:
                 kept |= {s.digest for s in _after(other.generate.spans, other.planned)}
         if not is_running:
             waiting = {u.rank: u for each in held for u in each.users.values()}
@@ -285,21 +308,21 @@ class SpanContents:
     def forget_since(self, step: StepId) -> None:
         """Forget what the pieces of `step` and of later ones have made: the step failed, or the
         tower has other weights."""
-        for item in list(self._items.values()):
+        for item in list(self.items.values()):
             if item.is_sent and item.step >= step:
                 self._give_up(item)
 
     def check_counts(self, alive: Iterable[Request]) -> None:
         """Raise AssertionError when rows or users are counted wrongly."""
-        rows = sum(item.content.rows for item in self._items.values() if item.done)
+        rows = sum(item.content.rows for item in self.items.values() if item.done)
         assert rows <= self._limits.pool_rows, f"{rows} feature rows of {self._limits.pool_rows}"
-        users = {request.id for item in self._items.values() for request in item.users.values()}
+        users = {request.id for item in self.items.values() for request in item.users.values()}
         assert users <= {request.id for request in alive}, "a content of a request that has ended"
-        for item in self._items.values():
+        for item in self.items.values():
             assert item.users or item.is_ready, "a content without requests and features"
             assert not item.done or item.is_sent, "a piece of a content that was not sent"
 
-    def _give_up(self, item: _Item) -> None:
+    def _give_up(self, item: ContentItem) -> None:
         """Drop the features of an item; it stays while requests have it."""
         if not item.users:
             self._remove(item)
@@ -307,11 +330,11 @@ class SpanContents:
         self.forgotten.append(item.number)
         item.done, item.is_sent, item.step = 0, False, NO_STEP
 
-    def _remove(self, item: _Item) -> None:
+    def _remove(self, item: ContentItem) -> None:
         if item.is_sent:
             self.forgotten.append(item.number)
-        self._dropped.append(item.content.digest)
-        del self._items[item.content.digest]
+        self.dropped.append(item.content.digest)
+        del self.items[item.content.digest]
 
 
 def last_end(spans: Sequence[Span], end: int) -> int:
@@ -327,14 +350,14 @@ def last_end(spans: Sequence[Span], end: int) -> int:
 
 
 def _after(spans: Sequence[Span], start: int) -> Iterable[Span]:
-    """The spans that end after `start`."""
-    return (span for span in spans if span.end > start)
+    """The spans that places from `start` on are in or read."""
+    return (span for span in spans if span.end > start or span.token is not None)
 
 
 def _is_alike(one: Content, other: Content) -> bool:
     return (one.kind, one.grid, one.rows) == (other.kind, other.grid, other.rows)
 
 
-def _as_new(item: _Item) -> NewContent:
+def _as_new(item: ContentItem) -> NewContent:
     content = item.content
     return NewContent(item.number, content.digest, content.kind, content.grid, content.rows)

@@ -73,7 +73,7 @@ class _Passing:
 
 
 class PipelineDevice:
-    """Pipeline stages that run in turns, each with another step (pipeline/launcher.py).
+    """Pipeline stages that run in turns, each with another step (engine/launcher.py).
 
     A turn takes as long as its slowest stage. At its end all stages compute the logits of the step
     that has passed the last stage.

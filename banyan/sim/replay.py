@@ -109,7 +109,7 @@ def play(path: str, grammars: GrammarFactory | None = None) -> Iterator[Played]:
                     difference = _difference(record, plan is not None)
         events += core.take_events()
         core.take_masks()
-        core.take_lookups()
+        core.scheduler.store_fetcher.take_lookups()
         yield Played(number, record, core, plan, events, difference)
         if difference:
             return

@@ -112,7 +112,7 @@ class SimulatedReplica:
         self.turn()
 
     def take_transfer_ops(self) -> list[KVTransferOp]:
-        return self._core.take_transfer_ops()
+        return self._core.scheduler.take_transfer_ops()
 
     @property
     def open_requests(self) -> int:

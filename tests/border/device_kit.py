@@ -118,8 +118,8 @@ class DeviceKit:
         injector = Injector()
         models: list[FaultyModel] = []
         runner = self._build(world, injector, models, Random(random.random()), answers)
-        self.captured += runner.how == "captured"
-        self.eager += runner.how == "eager"
+        self.captured += runner.forward.how == "captured"
+        self.eager += runner.forward.how == "eager"
         return RealRunner(
             *(runner, models[0], world.device, world.faults, injector, world.poison),
             *(random, interrupt, None, self._platform),

@@ -110,9 +110,9 @@ class Play:
         self.now += 0.01
         getattr(self, f"_{kind}")(Random(number))
         self._hear(self.core.take_events())
-        self.runner.look(self.core.take_lookups())
+        self.runner.look(self.core.scheduler.store_fetcher.take_lookups())
         if self.world.core.role:
-            self.runner.peer.execute(self.core.take_transfer_ops())
+            self.runner.peer.execute(self.core.scheduler.take_transfer_ops())
         self.core.check()
         self._progress()
 
@@ -342,7 +342,7 @@ class Play:
                 return
             plan = self.core.launch(self.now)
         events = self.core.take_events()
-        rooms = self.core.take_transfer_ops()
+        rooms = self.core.scheduler.take_transfer_ops()
         if rooms:
             self.runner.peer.execute(rooms)
         stuck = plan is None and not events and not rooms

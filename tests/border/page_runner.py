@@ -118,7 +118,7 @@ def build_runner(
         draft = DraftModel(its, Build(ops, groups))
         open_drafter = partial(_open_drafter, shape)
     runner = ModelRunner(model, Build(ops, groups), sizes, None, open_mover, open_drafter, draft)
-    assert runner.is_recorded == shape.is_recorded
+    assert runner.forward.is_recorded == shape.is_recorded
     return runner
 
 

@@ -127,7 +127,7 @@ class PinPlay(Play):
             self.seen["pins that gave way"] += 1
         require(not held.keys() - self.promises.keys(), f"{held.keys()} are pinned too long")
         for group, pool in enumerate(cache.pools):
-            nodes = {node for pin in cache.pins._pins.values() for node in pin.nodes[group]}
+            nodes = {node for pin in cache.pins.by_name.values() for node in pin.nodes[group]}
             pages = sum(len(node.pages[group]) for node in nodes)
             require(4 * pages <= pool.total, f"{pages} of {pool.total} pages are pinned")
             require(all(node.locks[group] for node in nodes), "a pinned page may be evicted")

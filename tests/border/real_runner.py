@@ -105,7 +105,7 @@ class RealRunner:
         self.failed_seeds: set[int] = set()
         self._runner = runner
         self._model = model
-        self._is_recorded = runner.is_recorded
+        self._is_recorded = runner.forward.is_recorded
         carriers = dict.fromkeys((TakeWeights, ReleaseMemory, ResumeMemory), self._prepare)
         if shelf is not None:
             switch = shelf.switch

@@ -46,7 +46,7 @@ def no_locks(patch: pytest.MonkeyPatch) -> None:
 
 def no_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pins, "expire", lambda self, now: None)
-    patch.setattr(Pins, "alive", lambda self, now: list(self._pins.values()))
+    patch.setattr(Pins, "alive", lambda self, now: list(self.by_name.values()))
 
 
 def too_many(patch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def never_let_go(patch: pytest.MonkeyPatch) -> None:
 
 
 def locks_that_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pins, "remove", lambda self, name: self._pins.pop(name, None) is not None)
+    patch.setattr(Pins, "remove", lambda self, name: self.by_name.pop(name, None) is not None)
 
 
 DEFECTS = (

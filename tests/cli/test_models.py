@@ -19,7 +19,7 @@ from banyan.cli.models import as_markdown
 from banyan.config.env import Environment
 from banyan.config.schema import DEMO_LINE, LoadConfig
 from banyan.hub.catalogue import CatalogueEntry, entries, find
-from banyan.hub.local_models import held_models
+from banyan.hub.downloads import held_models
 from banyan.hub.sources import fetch
 from tests.support.fake_hub import FakeHub, Fault, fake_hub
 

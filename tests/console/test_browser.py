@@ -303,6 +303,64 @@ HOSTILE = [
 ]
 
 
+WATCH = "() => { globalThis.hit = () => { globalThis.wasHit = true; }; }"
+XSS = "<img src=x onerror=hit()><script>hit()</script>\"'><svg onload=hit()>"
+
+
+MARKUP = [
+    "<img src=x onerror=hit()>",
+    "<details open ontoggle=hit()>x</details>",
+    "<math><mtext><table><mglyph><style><img src=x onerror=hit()></style></mglyph></table></math>",
+    "<svg><animate onbegin=hit() attributeName=x></svg>",
+    "<form><button formaction=javascript:hit()>x</button></form>",
+    "<a href='jav&#x09;ascript:hit()'>x</a>",
+    "[x](JaVaScRiPt:hit())",
+    "[x](&#106;avascript:hit())",
+    "[x](\\x01javascript:hit())",
+    "[x](vbscript:hit()) [x](data:text/html;base64,PHNjcmlwdD4=) [x](//x.example/a)",
+    '<javascript:hit()> <https://x.example/"onmouseover=hit()>',
+    "[x]: javascript:hit()\n[x] [y][x]",
+    "![x](data:image/svg+xml;base64,PHN2Zz4=) ![x](https://x.example/p.png 'on\"error=hit()')",
+    "[x](https://x.example 'a\" onmouseover=\"hit()')",
+    '```js" onclick=hit() x="\n<script>hit()</script>\n```',
+    "```html\n<script>hit()</script><img src=x onerror=hit()>\n```",
+    "`<img src=x onerror=hit()>`",
+    '$\\htmlClass{x\\" onclick=\\"hit()}{y}$ $\\url{javascript:hit()}$',
+    "$\\def\\x{\\x\\x}\\x$ $\\rule{9999em}{9999em}$ ${<script>hit()</script>}$",
+    "$\\text{<img src=x onerror=hit()>}$ $\\unknown{<b onclick=hit()>}$",
+    '| <img src=x onerror=hit()> | a |\n|:-:" onclick=hit()|--|\n| 1 | 2 |',
+    "- [x] <input onfocus=hit() autofocus>\n- [ ](javascript:hit())",
+    "<meta http-equiv=refresh content=0;url=https://x.example> <base href=//x.example>",
+    "<link rel=stylesheet href=//x.example/a.css> <object data=//x.example>",
+    "<embed src=//x.example>",
+    "x<!--><img src=x onerror=hit()>--> <![CDATA[><img src=x onerror=hit()>]]> <?xml?><x:script/>",
+]
+
+FOUND = """
+    () => [...document.querySelectorAll("#shown, #shown *")].flatMap((element) => [
+      ["script", "iframe", "img", "object", "embed", "link", "meta", "base", "form", "style"]
+        .includes(element.localName) && element.localName,
+      ...[...element.attributes].map(({ name, value }) => (name.startsWith("on")
+        || (["href", "src", "action", "formaction"].includes(name)
+          && !/^(https?:|mailto:)/.test(value)))
+        && `${name}=${value}`),
+    ]).filter(Boolean)
+"""
+
+
+def test_no_markup_of_an_answer_gets_through(site: Site, open_page) -> None:
+    page = open_page(site.url)
+    page.evaluate(WATCH)
+    for text in MARKUP:
+        show(page, text)
+        page.evaluate("new Promise((done) => setTimeout(done, 20))")
+        assert page.evaluate(FOUND) == [], text
+    show(page, "\n\n".join(MARKUP))
+    page.locator("#shown .katex").first.wait_for()
+    assert page.evaluate(FOUND) == []
+    assert page.evaluate("globalThis.wasHit") is None
+
+
 def test_long_hostile_answers_are_shown_in_time(site: Site, open_page) -> None:
     page = open_page(site.url)
     for text in HOSTILE:
@@ -377,10 +435,6 @@ def test_conversations_leave_as_a_file_and_come_back(site: Site, open_page, tmp_
     answers(page).get_by_text("Hello").wait_for()
     page.locator("aside input[type=file]").set_input_files(file)
     page.locator(".talks .pick").nth(1).wait_for()
-
-
-WATCH = "() => { globalThis.hit = () => { globalThis.wasHit = true; }; }"
-XSS = "<img src=x onerror=hit()><script>hit()</script>\"'><svg onload=hit()>"
 
 
 def test_a_file_from_elsewhere_brings_no_scripts_and_broken_ones_are_refused(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from banyan.context_parallel.split import INTERLEAVE, SPLITS, ZIGZAG, share_capacity, split_batch
+from banyan.context_parallel.forward import INTERLEAVE, SPLITS, ZIGZAG, share_capacity, split_batch
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.batch import Batch
 

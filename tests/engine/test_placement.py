@@ -9,7 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.schema import Config
-from banyan.engine.placement import device_number, place_rank
+from banyan.engine.model_loader import device_number, place_rank
 from tests.support.flags import config_of
 
 

@@ -1,6 +1,6 @@
 """What the engine that comes in another's place is told about adapters."""
 
-from banyan.engine_client.desired_state import DesiredState
+from banyan.engine_client.client import DesiredState
 
 
 def orders(desired_state: DesiredState) -> list[tuple[str, dict]]:

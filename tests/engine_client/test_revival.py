@@ -8,9 +8,8 @@ import pytest
 
 from banyan.base.errors import BanyanError, RequestError
 from banyan.base.ids import RequestId
-from banyan.engine_client.client import EngineClient
+from banyan.engine_client.client import DesiredState, EngineClient
 from banyan.engine_client.data_parallel import DataParallelClient
-from banyan.engine_client.desired_state import DesiredState
 from banyan.messages.events import Failed, Fatal, Finished, Ready, Reply, Tokens
 from banyan.messages.requests import Abort, Control, Generate
 from banyan.messages.transport import local_pair

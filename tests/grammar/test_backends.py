@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from functools import cache
 from random import Random
 
@@ -177,6 +178,34 @@ def test_random_outputs_of_a_schema_are_valid(backend: Backend):
             ended += 1
             jsonschema.validate(json.loads(played.text), PERSON)
     assert ended > 5
+
+
+@pytest.mark.parametrize("is_tagged", [False, True], ids=["schema", "tool call"])
+@pytest.mark.parametrize(
+    "pattern", [r"a\nb", "a\nb", r"a\tb", r'["x]{2}', r"x\\y", "a.b", "[^x]y", r"a\sb"]
+)
+def test_a_pattern_of_what_json_escapes_is_refused_or_gives_json(
+    backend: Backend, pattern: str, is_tagged: bool
+):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": f"^{pattern}$"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    kind, text = JSON_SCHEMA, json.dumps(schema)
+    if is_tagged:
+        asked = Constraint.decode(tool_calls_constraint([Tag("<", schema, ">")], ()))
+        kind, text = asked.kind, asked.text
+    try:
+        matching = [started(backend, kind, text) for _ in range(12)]
+    except RequestError:
+        return
+    for seed, grammar in enumerate(matching):
+        played = play(grammar, Random(seed), most=80)
+        if played.is_ended:
+            found = json.loads(played.text.split(">")[0].lstrip("<"))
+            assert re.fullmatch(pattern, found["a"]), played.text
 
 
 def test_any_object_is_an_object(full_backend: Backend):

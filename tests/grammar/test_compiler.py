@@ -226,7 +226,7 @@ def test_only_requests_whose_constraint_is_not_at_hand_wait(opened: Open):
     assert queue.holds(generate("a"), events) and queue.holds(generate("b"), events)
     bell.wait()
     queue.release(got.append)
-    assert [g.request for g in got] == ["a", "b"] and not len(queue) and not events
+    assert [g.request for g in got] == ["a", "b"] and not queue.waiting and not events
     assert not queue.holds(generate("c"), events), "it is at hand"
 
 

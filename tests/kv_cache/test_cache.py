@@ -164,7 +164,7 @@ def test_a_state_is_resumed_only_where_a_checkpoint_was_copied():
     assert match.tokens == 8
     user, _ = cache.lease(SlotId(2), b"", match, 0)
     cache.grow(user, 9)
-    (restore,) = cache.restores(user, 0, StepId(2))
+    (restore,) = cache.states.restores(user, 0, StepId(2))
     assert (restore.when, restore.src) == ("before", copy.dst)
     cache.end_copies([restore.id], [])
     cache.check([lease, user])

@@ -98,9 +98,9 @@ def test_nothing_is_reported_before_it_is_computed():
     running = driver()
     ask(running, "r", list(range(1, 14)))
     running.launch()
-    assert list(running.core.take_cache_events()) == []
+    assert list(running.core.scheduler.cache.events.take()) == []
     running.complete()
-    (stored,) = running.core.take_cache_events()
+    (stored,) = running.core.scheduler.cache.events.take()
     assert isinstance(stored, Stored) and stored.parent is None
     assert list(memoryview(bytes(stored.tokens)).cast("i")) == list(range(1, 13))
 
@@ -110,7 +110,7 @@ def test_tenants_have_names_of_their_own_for_the_same_tokens():
     for name, namespace in (("a", b"one"), ("b", b"two"), ("c", b"one")):
         ask(running, name, [5] * 9, namespace)
         running.run()
-    told = [one for one in running.core.take_cache_events() if isinstance(one, Stored)]
+    told = [one for one in running.core.scheduler.cache.events.take() if isinstance(one, Stored)]
     first = [one for one in told if one.parent is None]
     assert [one.namespace[-3:] for one in first] == [b"one", b"two"]
     assert not set(first[0].names) & set(first[1].names)

@@ -47,7 +47,7 @@ def test_a_copied_unit_stays_until_the_copies_of_all_its_pages_have_ended() -> N
     cache.release(fill(cache, ids(8)))
     lease, _ = cache.lease(SlotId(2), b"", cache.probe(b"", ids(8), 7), 0)
     cache.grow(lease, 8)
-    copies = cache.restores(lease, 0, StepId(1))
+    copies = cache.partial_blocks.begin(lease, 0)
     assert [(c.group, c.dst.page) for c in copies] == [
         (0, lease.tables[0][1]),
         *((1, page) for page in lease.tables[1][2:4]),

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from banyan.kv_transfer.host_tier import HostTier
-from banyan.kv_transfer.store import Missing
+from banyan.kv_transfer.store import HostTier, Missing
 
 PAGE = 100
 

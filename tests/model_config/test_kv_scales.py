@@ -8,8 +8,8 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.env import Environment
 from banyan.config.schema import CacheConfig, Config, LoadConfig, ParallelConfig
-from banyan.model_config.kv_scales import check_kv_scales, read_kv_scales
 from banyan.model_config.model_config import LatentFacts, ModelConfig
+from banyan.model_config.quantization import check_kv_scales, read_kv_scales
 
 MODEL_CONFIG = ModelConfig(
     *("", "safetensors", "LlamaForCausalLM", "llama", 97, 48, 64, 2, 6, 2, 8, 64),

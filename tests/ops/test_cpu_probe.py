@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from banyan.ops.cpu.library import Library
-from banyan.ops.cpu.probe import measure_peaks
+from banyan.ops.cpu.library import Library, measure_peaks
 
 
 @pytest.fixture

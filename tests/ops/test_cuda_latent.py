@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.cuda import head_linear, triton_latent
+from banyan.ops.cuda import products, triton_latent
 from banyan.ops.stored import StoredWeight
 from tests.ops.triton_device import ABSENCE, DEVICE, PAGE, SHAPES, TYPES, close, random
 
@@ -115,7 +115,7 @@ def test_each_head_is_multiplied_with_its_own_matrix(dtype):
     weight = StoredWeight.from_tensor(random(3, 24, 40, dtype=dtype).cpu())
     where = torch.device(DEVICE)
     x = random(7, 3, 96, dtype=dtype, seed=4)[..., 8:48]
-    got = head_linear.head_linear.run(weight, dtype, where, True)(x)
+    got = products.head_linear.run(weight, dtype, where, True)(x)
     exact = reference.pack_head_linear(weight, torch.float64, where, True)
     assert got.is_contiguous()
     close(got / 40**0.5, exact(x.double()) / 40**0.5, dtype)

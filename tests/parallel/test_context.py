@@ -129,7 +129,7 @@ def work(runner: ModelRunner, num_groups: int) -> dict:
     crowd = requests()
     driver.run(crowd, CHUNK)
     return {
-        "how": runner.how,
+        "how": runner.forward.how,
         "alone": outcome(alone),
         "together": outcome(crowd),
         "prefix": behind_a_prefix(Grouped(runner, num_groups)),

@@ -212,7 +212,7 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
     driver.run(crowd, chunk=24)
     driver.rest()
     return {
-        "how": runner.how,
+        "how": runner.forward.how,
         "alone": outcome(alone),
         "together": outcome(crowd),
         "empty steps": driver.empty_steps,

@@ -113,7 +113,7 @@ def answer(
     driver = Grouped(runner, len(kinds))
     ask = write_text if model_config.pooling is None else make_vectors
     alone = [ask(driver, [request])[0] for request in requests()]
-    return Answers(runner.is_recorded, alone, ask(driver, requests()))
+    return Answers(runner.forward.is_recorded, alone, ask(driver, requests()))
 
 
 def answer_all(

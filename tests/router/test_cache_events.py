@@ -10,8 +10,7 @@ from banyan.router.cache_events import BadCacheEvents, _reachable, take_batch
 from banyan.router.config import PolicyConfig
 from banyan.router.forward import question_of
 from banyan.router.policies import BucketPolicy, CacheAwarePolicy, RoutingRequest
-from banyan.scheduler.prefix_hashes import Contents, token_keys
-from banyan.scheduler.routing import CacheAware, bucket, bucket_bounds
+from banyan.scheduler.routing import CacheAware, Contents, bucket, bucket_bounds, token_keys
 from tests.router.fakes import BASE, router, says, specs, until, whole, workers
 
 BLOCK = 4
@@ -80,7 +79,7 @@ class Server:
     """As much of a worker as a policy looks at."""
 
     def __init__(self, contents: Contents | None) -> None:
-        from banyan.scheduler.prefix_hashes import Prefixes
+        from banyan.scheduler.routing import Prefixes
 
         self.contents = None if contents is None else [contents]
         self.prefixes = Prefixes(1000)

@@ -94,7 +94,7 @@ def build_runner(
     most = 64 if is_recorded else 0
     sizes = RunnerConfig(40, MAX_LENGTH, (layout,), most, SHAPES, multi_step=multi_step)
     runner = ModelRunner(model, build, sizes, platform)
-    assert runner.is_recorded == is_recorded
+    assert runner.forward.is_recorded == is_recorded
     for layer in (0, 1):  # whoever reads a page that its sequence did not write gets no number
         for pages in runner.store.tensors(layer).values():
             pages.fill_(float("nan"))

@@ -80,6 +80,6 @@ def test_steps_whose_ops_wait_for_the_device_are_not_captured(block_model_config
     with caplog.at_level(logging.INFO):
         runner = ModelRunner(load_model(block_model_config, build), build, sizes, Elsewhere())
 
-    assert runner.how == "eager"
+    assert runner.forward.how == "eager"
     attends = "" if block_model_config.latent is None else "latent_attention, "
     assert f"{attends}experts waits for the device" in caplog.text

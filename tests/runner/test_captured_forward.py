@@ -31,8 +31,8 @@ def test_any_number_of_rows_gives_the_tokens_of_steps_that_are_not_captured(mode
 
 def test_a_step_takes_the_smallest_shape_that_holds_it_and_the_rest_is_slot_0(model_config):
     runner = build_runner(model_config, platform=Elsewhere())
-    forward = runner._forward
-    assert isinstance(forward, CapturedForward) and runner.how == "captured"
+    forward = runner.forward
+    assert isinstance(forward, CapturedForward) and runner.forward.how == "captured"
     seen = []
     for (rows, _), graph in forward._graphs.items():
         work = graph.replay
@@ -106,7 +106,7 @@ def test_a_step_of_more_rows_than_any_shape_is_not_captured(model_config):
     assert torch.tensor(SHAPES).max() == 40
     platform = Elsewhere()
     runner = build_runner(model_config, platform=platform)
-    runner._forward._shapes = (1, 2)
+    runner.forward._shapes = (1, 2)
     mine = requests(3)
     Driver(runner).run(mine)
     assert platform.replays == 0 and all(len(r.output) == 6 for r in mine)

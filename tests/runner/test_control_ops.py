@@ -95,14 +95,6 @@ def test_an_order_that_nothing_carries_out_is_refused_by_name() -> None:
     assert not result.replies[0].ok and "StopProfile" in result.replies[0].text
 
 
-def test_a_step_that_runs_rows_is_counted_and_others_are_not() -> None:
-    counted: list[int] = []
-    inner = Inner()
-    taker = ControlOpExecutor(inner, {}, stepped=lambda: counted.append(1))
-    taker.launch(StepPlan(step=1))
-    assert inner.done == ["step 1"] and not counted
-
-
 def obey_alike(rank: int, size: int, address: str, library: str, mark: bytes) -> tuple[object, ...]:
     inner = Inner(body=b"told")
 

@@ -65,7 +65,7 @@ def test_what_is_reported_of_a_burst_is_the_beginning_of_its_result(
     runner = driver.runner
     plan = multi_step(driver, requests, 1)
     seen = []
-    multi_steps = runner._forward.multi_steps
+    multi_steps = runner.forward.multi_steps
     run = multi_steps._recording.multi_step
 
     def run_and_look(rows, inputs):

@@ -57,9 +57,9 @@ def test_the_last_feed_forward_block_of_a_recorded_prompt_runs_on_outputs_alone(
     first, rest = (driver.row(request, 30), Row(request.slot, 30, 10, want=SAMPLE))
 
     runner.launch(driver.plan(joins=[join], grants=[grant], rows=[first])).result()
-    middle = products(runner.op_times())
+    middle = products(runner.forward.op_times())
     runner.launch(driver.plan(rows=[rest])).result()
-    last = products(runner.op_times())
+    last = products(runner.forward.op_times())
 
     assert middle == 30 * (LAYERS * BEFORE + (LAYERS - 1) * BEHIND)
     assert last == 10 * (LAYERS * BEFORE + (LAYERS - 1) * BEHIND) + BEHIND + HEAD

@@ -27,7 +27,7 @@ from banyan.runner.rank_page_access import (
     publish_pages_remotely,
     rank_addresses_of,
 )
-from banyan.runner.rank_pages import RankPages, copy_after
+from banyan.runner.rank_pages import RankPages, end_together
 
 CPU = torch.device("cpu")
 GROUPS = (GroupLayout("full", 0, 4, 6),)
@@ -233,14 +233,12 @@ def test_a_rank_that_answered_too_late_is_not_asked_again(is_afar: bool, tmp_pat
 def test_a_rank_of_another_machine_that_is_lost_is_not_waited_for() -> None:
     lost = list[bool]()
     door = RemoteRankAccess("127.0.0.1", lambda: bool(lost))
-    stores = [shared(layer(0, 2)), slowed(shared(layer(0, 2, first=2)), {2: 3.0})]
+    stores = [shared(layer(0, 2)), slowed(shared(layer(0, 2, first=2)), {2: 30.0})]
     publish_pages_remotely(stores[1], door.address)
     pages = RankPages(stores[0], [door], True, 60.0)
     threading.Timer(0.2, lost.append, (True,)).start()
-    began = time.monotonic()
     with pytest.raises(OSError, match="another rank of this server has gone"):
         pages.take(0, 2)
-    assert time.monotonic() - began < 3.0
 
 
 def test_who_lacks_the_key_is_refused() -> None:
@@ -315,11 +313,11 @@ def test_ranks_wait_for_the_states_that_each_other_has_kept() -> None:
     """Else rank 0 would give away what another rank has not copied yet."""
     moved = PageCopy(1, 0, device_page(PageId(1)), device_page(PageId(2)), "after")
     before = PageCopy(2, 0, device_page(PageId(1)), device_page(PageId(2)), "before")
-    for is_shared, met in ((True, [float(NUMBERS * VALUES)]), (False, [])):
-        store = KVStore(STATES, [kept(0, 1)], CPU, is_shared=is_shared)
-        store.tensors(0)["turned"][1] = 1.0
-        ranks = Met(store)
-        copy_after(store, [before], ranks)
-        copy_after(store, [moved, before], ranks)
-        assert ranks.found == met
-        assert (store.tensors(0)["turned"][2] == 1.0).all()
+    store = KVStore(STATES, [kept(0, 1)], CPU, is_shared=True)
+    store.tensors(0)["turned"][1] = 1.0
+    ranks = Met(store)
+    for copies in ([before], [moved, before]):
+        store.copy(copies, "after")
+        end_together(store, copies, ranks)
+    assert ranks.found == [float(NUMBERS * VALUES)]
+    assert (store.tensors(0)["turned"][2] == 1.0).all()

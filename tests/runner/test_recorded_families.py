@@ -104,7 +104,7 @@ def made(request, tmp_path_factory):
 def test_a_recorded_step_has_the_bits_of_one_that_is_not(made):
     _, folder = made
     recorded, eager = open_runner(folder), open_runner(folder, max_tokens=0)
-    assert (recorded.how, eager.how) == ("recorded", "eager")
+    assert (recorded.forward.how, eager.forward.how) == ("recorded", "eager")
     mine, theirs = requests(), requests()
 
     Driver(recorded).run(mine, chunk=16)
@@ -146,7 +146,7 @@ def test_value_heads_that_lie_in_turns_are_recorded_too(tmp_path):
     """As GGUF files of Qwen3.5 have them."""
     model, path = test_gguf_hybrids.made("qwen3.5", tmp_path)
     recorded, eager = open_runner(path), open_runner(path, max_tokens=0)
-    assert (recorded.how, eager.how) == ("recorded", "eager")
+    assert (recorded.forward.how, eager.forward.how) == ("recorded", "eager")
     mine, theirs = requests(3), requests(3)
 
     Driver(recorded).run(mine, chunk=16)

@@ -44,7 +44,7 @@ class Desk:
 
     def hold(self, count: int) -> int:
         """Answer the one lookup; how many keys it asked for."""
-        (lookup,) = self.core.take_lookups()
+        (lookup,) = self.core.scheduler.store_fetcher.take_lookups()
         self.core.receive(Held(lookup.id, min(count, len(lookup.keys))), self.now)
         return len(lookup.keys)
 
@@ -71,7 +71,7 @@ class Desk:
     def run(self, name: str, prompt: list[int], seconds: float = 0.0) -> None:
         """A request from its first step to its end, without the store."""
         self.submit(name, prompt)
-        self.core.take_lookups()
+        self.core.scheduler.store_fetcher.take_lookups()
         request = self.core.scheduler.request_table.find(name)
         if request.fetch is not None:
             request.fetch.is_over = True
@@ -169,14 +169,14 @@ def test_a_prompt_that_is_not_there_costs_one_lookup() -> None:
     desk.hold(0)
     assert starts(desk.launch()) == [0]
     desk.submit("b", LONG[:7])
-    assert not desk.core.take_lookups(), "fewer tokens than the threshold"
+    assert not desk.core.scheduler.store_fetcher.take_lookups(), "fewer tokens than the threshold"
 
 
 def test_requests_for_one_prefix_share_its_load() -> None:
     desk = Desk()
     for name in "abc":
         desk.submit(name, LONG)
-    for lookup in desk.core.take_lookups():
+    for lookup in desk.core.scheduler.store_fetcher.take_lookups():
         desk.core.receive(Held(lookup.id, len(lookup.keys)), 0.0)
     plan = desk.launch()
     assert loads(plan) == 10
@@ -275,7 +275,7 @@ def test_tenants_have_keys_of_their_own() -> None:
             Generate(request=f"{number}", tokens=tokens, sampling=sampling, namespace=namespace),
             0.0,
         )
-        keys += [lookup.keys for lookup in desk.core.take_lookups()]
+        keys += [lookup.keys for lookup in desk.core.scheduler.store_fetcher.take_lookups()]
     assert keys[1] == keys[3] and not set(keys[0]) & set(keys[1]) & set(keys[2])
     assert all(len(key) == 32 for each in keys for key in each)
     assert len({key for each in keys for key in each}) == 30
@@ -299,7 +299,7 @@ def test_a_store_that_comes_gets_what_the_device_holds_and_one_that_goes_is_aske
     desk.run("c", LONG)
     assert order(desk, DetachStore()).ok
     desk.run("d", [*LONG[:20], *LONG[::-1]])
-    assert not desk.core.take_lookups() and not desk.drain()
+    assert not desk.core.scheduler.store_fetcher.take_lookups() and not desk.drain()
     assert order(desk, attach(write=WRITE_THROUGH)).ok
     assert writes(desk.drain()) == 20, "another store has nothing of what the last one had"
 
@@ -308,7 +308,7 @@ def test_an_order_that_failed_leaves_things_as_they_were() -> None:
     desk = Desk(is_attached=False)
     assert not order(desk, attach(), ok=False).ok
     desk.run("a", LONG)
-    assert not desk.drain() and not desk.core.take_lookups()
+    assert not desk.drain() and not desk.core.scheduler.store_fetcher.take_lookups()
 
 
 def test_a_copy_that_ends_after_its_store_has_gone_changes_nothing() -> None:

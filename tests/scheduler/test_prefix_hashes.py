@@ -4,8 +4,16 @@ import random
 
 import pytest
 
-from banyan.scheduler.prefix_hashes import BLOCK_BYTES, MAX_BLOCKS, Prefixes, prefix_keys
-from banyan.scheduler.routing import CacheAware, cache_aware, consistent_hashing, power_of_two
+from banyan.scheduler.routing import (
+    BLOCK_BYTES,
+    MAX_BLOCKS,
+    CacheAware,
+    Prefixes,
+    cache_aware,
+    consistent_hashing,
+    power_of_two,
+    prefix_keys,
+)
 
 
 def test_prompts_share_as_many_keys_as_blocks_at_the_start() -> None:

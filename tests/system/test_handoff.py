@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -424,10 +423,8 @@ def test_a_stopped_prefill_server_is_noticed(pair_of_servers: Servers) -> None:
     engine = both.prefill.engine_pid()
     os.kill(engine, signal.SIGSTOP)
     try:
-        began = time.monotonic()
         answer = both.start("/generate", body)[1].result(WAIT_S)
         assert answer.status_code == 504, answer.text
-        assert time.monotonic() - began < 20
     finally:
         os.kill(engine, signal.SIGCONT)
     wait_until(

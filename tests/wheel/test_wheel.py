@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from banyan.server.console import files
+
 WHEEL = os.environ.get("WHEEL", "")
 """A virtual environment that the wheel is installed into."""
 PATIENCE_S = 180.0
@@ -97,3 +99,9 @@ def test_an_answer_comes(served: Served) -> None:
     body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
     answer = served.ask("/v1/completions", body)
     assert "Paris" in answer["choices"][0]["text"]
+
+
+def test_the_console_came_along_with_its_libraries(served: Served) -> None:
+    for name, file in files().items():
+        with urllib.request.urlopen(f"{served.url}/console/{name}", timeout=PATIENCE_S) as answer:
+            assert answer.read() == file.body, name

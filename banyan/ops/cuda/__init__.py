@@ -18,7 +18,7 @@ KERNELS = {
     ],
     "write_latent": [f"{_HERE}.triton_latent:write_latent"],
     "latent_attention": [f"{_HERE}.triton_latent:latent_attention"],
-    "head_linear": [f"{_HERE}.head_linear:head_linear"],
+    "head_linear": [f"{_HERE}.products:head_linear"],
     "experts": [f"{_HERE}.triton_experts:experts"],
     "combine_experts": [f"{_HERE}.triton_experts:combine_experts"],
     "linear": [f"{_HERE}.products:linear"],

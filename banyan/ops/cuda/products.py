@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from banyan.base.log import logger
 from banyan.ops import blocks
-from banyan.ops.api import PackedLinear
+from banyan.ops.api import PackedHeadLinear, PackedLinear
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.blocks import BLOCK
-from banyan.ops.cuda.needs import QUANTIZATIONS, CudaToolkit, declines
+from banyan.ops.cuda.needs import QUANTIZATIONS, TYPES, CudaToolkit, declines
 from banyan.ops.reference import DenseLinear
 from banyan.ops.rounding import to_blocks
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
@@ -506,3 +506,27 @@ def octets(dtype: torch.dtype) -> str:
         "sub.bf16x2 $0, $0, p; sub.bf16x2 $1, $1, q;",
     ]
     return "{ .reg .b32 p, q; " + " ".join(lines) + " }"
+
+
+class BatchedHeadLinear:
+    """Weights [heads, in, out] in the activations' type; sums are fp32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.transpose(1, 2).contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[0], *self.weight.shape[::2])
+        torch.bmm(x.transpose(0, 1), self.weight, out=out.transpose(0, 1))
+        return out
+
+
+def _pack_head_linear(
+    weight: StoredWeight, dtype: torch.dtype, device: torch.device, may_round: bool
+) -> PackedHeadLinear:
+    return BatchedHeadLinear(weight.dense.to(device, dtype))
+
+
+head_linear = Kernel(
+    supports=lambda spec: None if spec.dtype in TYPES else f"activations are {spec.dtype}",
+    run=_pack_head_linear,
+)

@@ -36,7 +36,8 @@ export class EndedView {
     const ok = ended.filter(({ reason }) => reason === "stop" || reason === "length");
     const longest = Math.max(...ended.slice(0, SHOWN).map(({ seconds: whole }) => whole), 1e-9);
     this.body.replaceChildren(
-      h("p", { class: "soft" }, `The latest ${count(ended.length)}, of which ${count(ok.length)} are complete.`),
+      h("p", { class: "soft" },
+        `The latest ${count(ended.length)}, of which ${count(ok.length)} are complete.`),
       percentiles(ok), legend(),
       table("Ended requests", ["Request", "Route", "Key", "Phases", "Queue", "Prompt", "Answer", "Tokens in",
         "Cached", "Tokens out", "Ended", "At"], ended.slice(0, SHOWN).map((one) => row(one, longest)),
@@ -63,7 +64,8 @@ export function percentile(values, percent) {
 }
 
 function legend() {
-  return h("p", { class: "phases" }, PHASES.map(([name, , words]) => h("span", { class: name }, words)));
+  return h("p", { class: "phases" },
+    PHASES.map(([name, , words]) => h("span", { class: name }, words)));
 }
 
 function row(one, longest) {
@@ -83,7 +85,7 @@ function timeline(one, longest) {
     x += width;
     return part;
   });
+  const label = PHASES.map(([, field, words]) => `${words} ${seconds(one[field])}`).join(", ");
   return svg("svg", { class: "timeline", viewBox: `0 0 ${WIDTH} 12`, preserveAspectRatio: "none",
-    role: "img", "aria-label": PHASES.map(([, field, words]) => `${words} ${seconds(one[field])}`).join(", ") },
-  parts);
+    role: "img", "aria-label": label }, parts);
 }

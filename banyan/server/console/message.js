@@ -26,7 +26,9 @@ export class MessageView {
     this.actions = h("p", { class: "actions" });
     const pictures = (message.pictures ?? []).map((one) => h("li", {}, pictureView(one)));
     this.body.append(this.thinking, this.text.place, this.calls);
-    if (pictures.length) this.body.prepend(h("ul", { class: "pictures", "aria-label": "Pictures" }, pictures));
+    if (pictures.length) {
+      this.body.prepend(h("ul", { class: "pictures", "aria-label": "Pictures" }, pictures));
+    }
     this.name = h("h2", {}, NAMES[message.role]);
     this.element = h("li", { class: `message ${message.role}` }, this.name, this.body,
       h("div", { class: "under" }, versionChoice(message, versions, actions.choose), this.facts,

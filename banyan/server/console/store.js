@@ -70,12 +70,20 @@ export async function restorePartials() {
   const keys = Object.keys(localStorage).filter((key) => key.startsWith(PARTIAL));
   for (const key of keys) {
     const conversation = await get(key.slice(PARTIAL.length));
-    const message = JSON.parse(localStorage.getItem(key));
-    const at = conversation?.messages.findIndex((one) => one.id === message.id) ?? -1;
+    const message = parsed(localStorage.getItem(key));
+    const at = conversation?.messages.findIndex(({ id }) => id === message?.id) ?? -1;
     if (at >= 0) {
       conversation.messages[at] = message;
       await put(conversation);
     }
     localStorage.removeItem(key);
+  }
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return null;  // not written by this console
   }
 }

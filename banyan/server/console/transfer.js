@@ -15,7 +15,8 @@ const ROLES = ["user", "assistant", "tool"];
 export function download(name, conversations) {
   const text = JSON.stringify({ format: FORMAT, version: VERSION, conversations }, null, 1);
   const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-  h("a", { href: url, download: `${name.replace(/[^\w-]+/g, "-").slice(0, 60) || "conversation"}.json` }).click();
+  const safe = name.replace(/[^\w-]+/g, "-").slice(0, 60) || "conversation";
+  h("a", { href: url, download: `${safe}.json` }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
@@ -30,7 +31,9 @@ export async function readFile(file) {
   }
   const isOurs = found?.format === FORMAT && Array.isArray(found.conversations);
   if (!isOurs) throw new Error(`${file.name} has no conversations of this console.`);
-  if (found.version !== VERSION) throw new Error(`${file.name} has version ${found.version}; this console reads ${VERSION}.`);
+  if (found.version !== VERSION) {
+    throw new Error(`${file.name} has version ${found.version}; this console reads ${VERSION}.`);
+  }
   return found.conversations.slice(0, MAX_CONVERSATIONS).map(object).map(conversationOf);
 }
 

@@ -376,6 +376,9 @@ class AccessLog:
             has_begun: it sent requests to the engine, which logs their end.
             observe: the current settings; operators may change them.
         """
+        is_refusal = not (exchange.status < _REFUSED or has_begun or exchange.is_probe)
+        if not (is_refusal or exchange.context.warnings or self._shows):
+            return
         path = printable(exchange.request.path, _PATH_CHARS)
         if self._shows:
             log.info(
@@ -393,7 +396,7 @@ class AccessLog:
             if self._is_new("warning", place, text.partition(":")[0]):
                 what = printable(text, _PATH_CHARS)
                 write_line("not honoured in full", {"route": place, "what": what, **_ONCE}, as_json)
-        if exchange.status < _REFUSED or has_begun or exchange.is_probe:
+        if not is_refusal:
             return
         facts = {
             "id": exchange.context.id,

@@ -99,7 +99,7 @@ def model_and_adapters(
 def _model_and_adapters(
     name: str, state: ServerState, context: RequestContext, paths: Sequence[object]
 ) -> tuple[str, tuple[str, ...]]:
-    asked = [state.adapters.named(path) for path in paths]
+    asked = ["" if path in (None, "") else state.adapters.named(path) for path in paths]
     named = _adapter_in(name, state)
     if not named:
         return check_model(name, state.served_name, context), tuple(asked)

@@ -116,11 +116,13 @@ PROMPT_MEMBERS: Members = {
         "tool_calls": {
             **dict.fromkeys(("id", "type", "index")),
             "function": dict.fromkeys(("name", "arguments")),
+            "custom": dict.fromkeys(("name", "input")),
         },
     },
     "tools": {
         "type": None,
         "function": dict.fromkeys(("name", "description", "parameters", "strict")),
+        "custom": dict.fromkeys(("name", "description", "format")),
     },
 }
 """Members that a prompt shows of these fields with any chat template."""

@@ -21,8 +21,8 @@ from banyan.base.errors import BanyanError, ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.prepare import prepare
+from banyan.engine.model_loader import check_fused_dispatch, fused_mode
 from banyan.layers.build import Build
-from banyan.moe.dispatch_check import check_fused_dispatch, fused_mode
 from banyan.moe.layer import ExpertExchange
 from banyan.moe.rules import LIMIT
 from banyan.ops import reference

@@ -219,7 +219,7 @@ def answer(rank: int, size: int, address: str, folder: Path, name: str) -> list[
         driver.go_on(asked)
         after = npu.counters()
         told = {
-            "how": runner.how,
+            "how": runner.forward.how,
             "replayed": replayed.copy(),
             "counted": {key: (after[key] - before[key]) / (TOKENS - 1) for key in before},
             "output": [request.output for request in asked],

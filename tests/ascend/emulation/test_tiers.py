@@ -10,7 +10,7 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.engine import kv_transfer_setup as movers
-from banyan.kv_transfer.host_tier import HostTier
+from banyan.kv_transfer.store import HostTier
 from banyan.llm import Engine
 from banyan.runner.kvstore import KVStore
 from tests.ascend.emulation.device import EmulatedNpu

@@ -104,7 +104,7 @@ def world(request, model_config):
         )
         opener = None if gardener is None else (lambda draft_runner: gardener)
         runner = ModelRunner(model, build, sizes, open_drafter=opener)
-        assert runner.is_recorded == request.param
+        assert runner.forward.is_recorded == request.param
         for layer in range(runner.store.num_layers):
             for pages in runner.store.tensors(layer).values():
                 pages.fill_(float("nan"))

@@ -62,7 +62,7 @@ def runner_of(folder: Path, is_recorded: bool, slots: int = 4) -> ModelRunner:
         open_drafter=lambda open_draft_runner: BlockDrafter(open_draft_runner()),
         draft=DraftModel(blocks, mine, blocks=blocks),
     )
-    assert runner.is_recorded == is_recorded
+    assert runner.forward.is_recorded == is_recorded
     for layer in range(runner.store.num_layers):  # what nobody has written is no number
         for pages in runner.store.tensors(layer).values():
             pages.fill_(float("nan"))

@@ -110,7 +110,7 @@ def runner_of(
         open_drafter=open_drafter,
         draft=DraftModel(ahead, mine, ahead),
     )
-    assert runner.is_recorded == is_recorded
+    assert runner.forward.is_recorded == is_recorded
     for layer in range(runner.store.num_layers):  # what nobody has written is no number
         for pages in runner.store.tensors(layer).values():
             pages.fill_(float("nan"))

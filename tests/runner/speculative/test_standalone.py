@@ -80,7 +80,7 @@ def runners(model_config, similar, tmp_path_factory):
             open_drafter=open_drafter,
             draft=DraftModel(load_model(draft_model_config, build), build),
         )
-        assert runner.is_recorded == is_recorded
+        assert runner.forward.is_recorded == is_recorded
         for layer in range(runner.store.num_layers):  # what nobody has written is no number
             for pages in runner.store.tensors(layer).values():
                 pages.fill_(float("nan"))
