@@ -33,6 +33,7 @@ class Defaults:
         loaded_adapters: in memory at most; 0 = as many as run at once, where there is room for each
             from the start on.
         shapes: rows of the steps to capture, rising; () where steps are not captured by shape.
+        is_sized: the sizes that are named bound which decode steps are recorded.
         burst: decode steps that one plan may hold.
     """
 
@@ -44,6 +45,7 @@ class Defaults:
     free_share: float
     loaded_adapters: int = MOST_LOADED
     shapes: tuple[int, ...] = ()
+    is_sized: bool = False
     multi_step: int = 1
 
 
@@ -71,9 +73,11 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
     is_open = {
         name: value for name, value in found.items() if _value(config, name) in (0, AUTO, UNSAID)
     }
-    if defaults.shapes:
+    device = config.device
+    is_named = bool(device.shapes or device.largest_shape)
+    if defaults.shapes or defaults.is_sized and is_named:
         is_open["device.shapes"] = _shapes(config, defaults)
-    elif config.device.shapes or config.device.largest_shape or config.device.is_unpadded:
+    elif is_named or device.is_unpadded:
         log.warning(
             "steps on %s are not captured by shape: --cuda-graph-bs, --cuda-graph-max-bs and "
             "--disable-cuda-graph-padding have no effect",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.devices import facts_of
 from banyan.config.schema import Config
 from banyan.formats.shards import weight_files
 from banyan.model_config.model_config import ModelConfig
@@ -63,12 +62,10 @@ def check_deletion(config: Config, model_config: ModelConfig, began: Moment) -> 
             f"{flag}: {printable(config.model.source)!r} is an installed package",
             hint="uninstall it with pip once the server is ready",
         )
-    is_host = facts_of(config).is_host
-    if config.device.memory_saver and (is_host or not config.device.weights_backup):
-        more = "" if is_host else ", or add --enable-weights-cpu-backup"
+    if config.device.memory_saver and not config.device.weights_backup:
         raise ConfigError(
             f"{flag}: weights that --enable-memory-saver releases are read again from there",
-            hint=f"leave out one of them{more}",
+            hint="leave out one of them, or add --enable-weights-cpu-backup",
         )
     if config.parallel.world > 1:
         raise ConfigError(

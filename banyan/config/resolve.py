@@ -27,6 +27,7 @@ from banyan.hub.sources import fetch
 from banyan.lora.rules import plan_lora
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.draft_model import find_draft_model
+from banyan.model_config.heavy_channels import check_sparsity
 from banyan.model_config.model_config import ModelConfig
 from banyan.model_config.pooling import read_pooling
 from banyan.model_config.quantization import check_kv_scales
@@ -144,10 +145,12 @@ RULES = (
     execution.check_offload,
     cache.check_windows,
     check_kv_scales,
+    check_sparsity,
     model.check_score_delimiter,
     model.check_json_white_space,
     execution.choose_attention,
     execution.choose_lora_kernels,
+    execution.choose_sampling,
     check_forward_hooks,
     plan_drafts,
     execution.choose_multi_step,

@@ -7,6 +7,8 @@ Constructors below the engine take one part, never the whole Config.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from banyan.config.speculative_config import SpeculativeConfig
+
 UNSAID = -2
 """Not given, for fields in which 0 and -1 have a meaning."""
 
@@ -157,6 +159,8 @@ class ScheduleConfig:
     """Lower bound of the estimate, as a fraction of the initial one."""
     new_token_decay: int = 600
     """Decode steps from the initial estimate to the lower bound."""
+    receive_interval: int = 1
+    """Steps after which waiting messages are read, while steps run."""
     retract_steps: int = 20
     """Decode steps for which a retraction frees enough capacity."""
     clip_new_tokens: int = 4096
@@ -331,6 +335,8 @@ class DeviceConfig:
     """The same for rows of several tokens, and for rows of one; "" = as `attention`."""
     torch_phase: str = ""
     """Phase in which torch attends, for `config/rules/execution.py`: "prefill", "decode" or ""."""
+    sampling: str = ""
+    """"pytorch" = tokens are sampled by torch."""
     exact_head: bool = False
     """Compute logits from fp32 activations."""
     is_deterministic: bool = False
@@ -361,6 +367,26 @@ class DeviceConfig:
     """Layers of each group that are kept in host memory."""
     offload_ahead: int = 1
     """Offloaded layers to prefetch."""
+
+
+@dataclass(frozen=True)
+class SparsityConfig:
+    """Double sparsity: rows of one token attend to the tokens that a few channels choose.
+
+    Attributes:
+        path: JSON file of the channels of each layer, the heaviest first.
+        kind: which of the file's lists: "qk", "q" or "k".
+        channels: read of each head's keys, to choose tokens.
+        tokens: that each head attends to.
+        threshold: tokens of the shortest context that is sparse.
+    """
+
+    is_enabled: bool = False
+    path: str = ""
+    kind: str = "qk"
+    channels: int = 32
+    tokens: int = 256
+    threshold: int = 4096
 
 
 @dataclass(frozen=True)
@@ -425,100 +451,6 @@ class ExpertsConfig:
     """Rebalance only while mean rank load / maximum rank load is at most this."""
 
 
-MTP_DRAFTERS = ("NEXTN", "EAGLE")
-"""Drafters that use the MTP layer of the served model's checkpoint if no draft model is given."""
-MODEL_DRAFTERS = ("STANDALONE", "EAGLE3", "DFLASH", *MTP_DRAFTERS)
-"""Drafters that run a model."""
-
-
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    algorithm: str = ""
-    """Name in the table of drafters; "" = no speculative decoding."""
-    num_tokens: int = 0
-    """Maximum tokens that a row verifies, the last sampled one included; 0 = set by
-    config/speculation.py. For block drafters: tokens per block, 0 = as trained."""
-    block_size: int = 0
-    """Tokens per block, for block drafters only; 0 = `num_tokens`."""
-    num_steps: int = 0
-    """Maximum drafts per sampled token, or levels of a draft tree; 0 = `num_tokens` - 1."""
-    eagle_topk: int = 0
-    """Branches per draft token; 1 = a chain, 0 = set by config/speculation.py."""
-    min_match: int = 1
-    """Minimum suffix length that NGRAM matches, in tokens."""
-    max_match: int = 12
-    """Maximum suffix length that NGRAM matches."""
-    max_breadth: int = 10
-    """Maximum matches that NGRAM looks at."""
-    min_breadth: int = 1
-    """Minimum branches per draft token, if that many are known; 1 = drafts are a chain."""
-    match_type: str = "BFS"
-    """"BFS" = draft the newest continuation, "PROB" = the most frequent."""
-    branch: int = 18
-    """Maximum tokens of matched suffix and continuation together."""
-    capacity: int = 10_000_000
-    """Maximum nodes of NGRAM's trie, `branch` per stored token."""
-    is_fixed: bool = False
-    """Always draft the maximum, instead of adapting to acceptance and cost."""
-    draft_source: str = ""
-    """The draft model, as in `LoadConfig.source`."""
-    draft_path: str = ""
-    """Path on this machine after fetching."""
-    draft_revision: str = ""
-    draft_load_format: str = "auto"
-    draft_quantization: str = ""
-    """Quantization of its float weights at load; "" = none."""
-    draft_attention: str = ""
-    """As `DeviceConfig.attention`, for the draft model; "" = as the served model."""
-    draft_config_file: str = ""
-    """File that replaces the draft model's config.json; "" = none."""
-    token_map: str = ""
-    """File of the token ids that EAGLE's lm_head is restricted to; "" = all."""
-
-    @property
-    def is_model(self) -> bool:
-        """Whether a draft model or MTP layer makes the drafts."""
-        return self.algorithm in MODEL_DRAFTERS
-
-    @property
-    def is_mtp(self) -> bool:
-        """Whether the MTP layer of the served checkpoint makes the drafts."""
-        return self.algorithm in MTP_DRAFTERS and not self.is_eagle
-
-    @property
-    def is_eagle(self) -> bool:
-        """Whether an EAGLE or EAGLE3 draft model makes the drafts."""
-        return self.algorithm in ("EAGLE", "EAGLE3") and bool(self.draft_source)
-
-    @property
-    def is_block(self) -> bool:
-        """Whether a block draft model (DFLASH) makes the drafts."""
-        return self.algorithm == "DFLASH"
-
-    @property
-    def borrows_head(self) -> bool:
-        """Whether drafts use the lm_head of the served model."""
-        return self.is_model and self.algorithm != "STANDALONE"
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether the draft model was trained for the served model."""
-        return self.is_eagle or self.is_block
-
-    @property
-    def drafts(self) -> int:
-        """Maximum drafts per row; 0 = none."""
-        drafts = self.num_tokens - 1 if self.eagle_topk > 1 else self.num_steps
-        return drafts if self.algorithm else 0
-
-    @property
-    def levels(self) -> int:
-        """Passes of the draft model per step; 0 = one per draft."""
-        if self.is_block:
-            return 1
-        return self.num_steps if self.is_model and self.eagle_topk > 1 else 0
-
-
 @dataclass(frozen=True)
 class HandoffConfig:
     mode: str = "null"
@@ -535,6 +467,8 @@ class HandoffConfig:
     """A decode server invents the prompts of requests that name no prefill server."""
     rdma_devices: str = ""
     """RDMA devices of the transfer engine, separated by commas; "" = its own choice."""
+    mooncake_devices: str = ""
+    """The same, of Mooncake's store as well, where others are not named."""
     offloads: bool = False
     """A decode server writes its pages to the store."""
     reserved_tokens: int = 512
@@ -789,6 +723,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)

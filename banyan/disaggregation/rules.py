@@ -1,6 +1,7 @@
 """The rule of --disaggregation-mode: transfer packages, ports and the shared secret."""
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError
@@ -20,7 +21,8 @@ _ENGINES = {
     "ascend": ("memfabric_hybrid", install_command("memfabric")),
 }
 """Transfer engine -> its Python package, and the command that installs it."""
-_RDMA_ENGINES = ("mooncake", "nixl")
+_MOONCAKE = "mooncake"
+_RDMA_ENGINES = (_MOONCAKE, "nixl")
 RDMA_FOLDER = "/sys/class/infiniband"
 _LAST_PORT = (1 << 16) - 1
 
@@ -28,6 +30,7 @@ _LAST_PORT = (1 << 16) - 1
 def check_disaggregation(
     config: Config, model_config: ModelConfig, environment: Environment
 ) -> Config:
+    config = _take_mooncake_devices(config)
     handoff, parallel = config.handoff, config.parallel
     if not handoff.role:
         return config
@@ -39,7 +42,7 @@ def check_disaggregation(
             f"installed: {package}",
             hint=f"run: {install}; or use tcp, which needs none",
         )
-    _check_devices(handoff)
+    _check_transfer_devices(handoff)
     if handoff.mode == "prefill" and handoff.port + parallel.dp - 1 > _LAST_PORT:
         raise ConfigError(
             f"--disaggregation-bootstrap-port {handoff.port} with --dp-size {parallel.dp}: each "
@@ -64,21 +67,38 @@ def check_disaggregation(
     return config
 
 
-def _check_devices(handoff: HandoffConfig) -> None:
+def _take_mooncake_devices(config: Config) -> Config:
+    """Use --mooncake-ib-device for the transfers of Mooncake, where no other devices are named."""
+    handoff, devices = config.handoff, config.handoff.mooncake_devices
+    if not devices:
+        return config
+    _check_devices("--mooncake-ib-device", devices)
+    if handoff.transfer != _MOONCAKE or handoff.rdma_devices:
+        return config
+    return replace(config, handoff=replace(handoff, rdma_devices=devices))
+
+
+def _check_transfer_devices(handoff: HandoffConfig) -> None:
     """Refuse RDMA devices that this machine or the transfer engine has not."""
     if not handoff.rdma_devices:
         return
-    flag = f"--disaggregation-ib-device {printable(handoff.rdma_devices, 80)}"
+    flag = "--disaggregation-ib-device"
     if handoff.transfer not in _RDMA_ENGINES:
         raise ConfigError(
-            f"{flag}: the transfer backend {handoff.transfer} takes no devices by name",
+            f"{flag} {printable(handoff.rdma_devices, 80)}: the transfer backend "
+            f"{handoff.transfer} takes no devices by name",
             hint=f"use {' or '.join(_RDMA_ENGINES)}, or leave the devices out",
         )
+    _check_devices(flag, handoff.rdma_devices)
+
+
+def _check_devices(flag: str, devices: str) -> None:
     here = sorted(os.listdir(RDMA_FOLDER)) if os.path.isdir(RDMA_FOLDER) else []
-    for name in handoff.rdma_devices.split(","):
+    for name in devices.split(","):
         if name.partition(":")[0] not in here:
             raise ConfigError(
-                f"{flag}: this machine has no RDMA device {printable(name, 40)!r}",
+                f"{flag} {printable(devices, 80)}: this machine has no RDMA device "
+                f"{printable(name, 40)!r}",
                 hint=f"it has {', '.join(here) or 'none'} ({RDMA_FOLDER})",
             )
 

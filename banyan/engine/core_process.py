@@ -24,7 +24,6 @@ from banyan.base.memory import let_go
 from banyan.base.os import WakeEvent
 from banyan.base.trace import Marks
 from banyan.config.defaults import with_settings
-from banyan.config.devices import facts_of
 from banyan.config.observability import KVEvents, kv_events
 from banyan.config.schema import Config, ObserveConfig, ParallelConfig
 from banyan.dp_attention.network_clock import open_network_clock
@@ -183,6 +182,7 @@ def run_engine(
             LoopConfig(
                 check_ledger=config.schedule.check_ledger,
                 crashes_on_nan=config.schedule.crashes_on_nan,
+                receive_interval=config.schedule.receive_interval,
                 watchdog_s=config.schedule.watchdog_s,
                 soft_watchdog_s=config.schedule.soft_watchdog_s,
                 silence_s=config.server.heartbeat_timeout_s,
@@ -526,7 +526,7 @@ class OtherRanks:
                 else:
                     self._ray.start(process_spec)
                     self._nodes.gather(self._ray.check)
-            if not self.meeting and parallel.port and facts_of(config).has_graphs:
+            if not self.meeting and parallel.port:
                 self.meeting = f"tcp://127.0.0.1:{parallel.port + parallel.replica}"
             self._local = LocalRanks(
                 range(1, parallel.local_world), process_spec, self.meeting, spares

@@ -275,6 +275,8 @@ def open_store(served: ServedReplica, mover: Mover, name: str, rest: dict[str, o
     """
     _check_the_pages(served, f"--hicache-storage-backend {name}")
     open_ = STORES.load(name)
+    if name == "mooncake" and (devices := served.config.handoff.mooncake_devices):
+        rest = {"protocol": "rdma", "device_name": devices, **rest}
     facts = (
         served.model_facts(),
         served.code_facts(),

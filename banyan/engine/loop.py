@@ -101,6 +101,7 @@ class LoopConfig:
     Attributes:
         check_ledger: check every invariant after every step (tests).
         crashes_on_nan: a row whose logits are not finite ends the engine, not only its request.
+        receive_interval: steps after which messages are read, while steps run.
         watchdog_s: time without progress after which the log gets a report of all threads.
         soft_watchdog_s: a second, shorter limit for such a report; 0 = none.
         silence_s: time without a sign of life from another rank after which the log gets one.
@@ -108,6 +109,7 @@ class LoopConfig:
 
     check_ledger: bool = False
     crashes_on_nan: bool = False
+    receive_interval: int = 1
     watchdog_s: float = 300.0
     soft_watchdog_s: float = 0.0
     silence_s: float = 20.0
@@ -246,6 +248,8 @@ class EngineLoop:
         self._beat_s = 0.0
         """When the latest heartbeat was sent."""
         self._was_idle = True
+        self._unread_steps = 0
+        """Steps since messages were read."""
         self._rests_s: float | None = None
         """Since when the engine is idle; None while it works, and once `on_rest` was called."""
         self._pause_s = 0.0
@@ -274,6 +278,8 @@ class EngineLoop:
         try:
             while not self._is_stopping:
                 self._turn(readable)
+                # A link that is not read must not end the wait at once.
+                poller.modify(self._link.poll_fd(), 0 if self._reads_later() else select.POLLIN)
                 readable = {fd for fd, _ in poller.poll(self._wait_ms())}
         except Exception as error:
             log.exception("the engine loop failed")
@@ -315,6 +321,7 @@ class EngineLoop:
         self._marks.begin()
         events: list[Event] = []
         if self._link.poll_fd() in readable:
+            self._unread_steps = 0
             for message in self._link.receive():
                 self._receive(message, events, now)
         if self._grammar_queue is not None and self._grammar_queue.waiting:
@@ -348,6 +355,10 @@ class EngineLoop:
             self._rests_s, self._pause_s = None, REST_S
             if self._on_rest is not None:
                 self._on_rest()
+
+    def _reads_later(self) -> bool:
+        """Whether messages wait for further steps (--scheduler-recv-interval)."""
+        return bool(self._flying) and self._unread_steps < self._config.receive_interval - 1
 
     def _receive(self, message: Message, events: list[Event], now: float) -> None:
         grammars = self._grammar_queue
@@ -401,6 +412,7 @@ class EngineLoop:
             is_shared = self._ranks is not None or self._step_clock is not None
             if result.error and is_shared:
                 raise self._out_of_step(result)
+            self._unread_steps += 1
             if not handle.plan.control_ops:
                 # Launches overlap with the device: the slower of the two decides.
                 took = max(handle.launch_s, handle.wait_s) or result.seconds

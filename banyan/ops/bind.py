@@ -281,6 +281,10 @@ class BoundOps:
         """Whether the op's kernel copies numbers from the device, so it cannot be captured."""
         return any(c.waits for c in self.choices if c.label == op)
 
+    def plain_pages(self, op: str) -> Callable[..., object] | None:
+        """What turns pages of the op's kernel into plain ones; None = they are plain."""
+        return next((c.plain_pages for c in self.choices if c.label == op), None)
+
     @property
     def rounds_as_asked(self) -> bool:
         """Whether products round activations to 8 bits if the checkpoint requires it."""

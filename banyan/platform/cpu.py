@@ -73,6 +73,7 @@ class CpuPlatform(Host):
             chunk_tokens=512,
             running_cap=128,  # more would only make every step longer
             free_share=0.25,  # other programs run on the machine
+            is_sized=True,
             multi_step=8,
         )
 

@@ -75,7 +75,7 @@ class PagedAttentionBackend:
         self._first = first
 
     def bind(self, geometry: StepGeometry) -> StepAttention:
-        return _Bound(self._ops, self._store, geometry, self._first)
+        return PagedStep(self._ops, self._store, geometry, self._first)
 
 
 class WriteOnlyBackend:
@@ -90,7 +90,9 @@ class WriteOnlyBackend:
 
 
 @dataclass(frozen=True)
-class _Bound:
+class PagedStep:
+    """Attention over the pages of one step."""
+
     ops: Ops
     store: KVStore
     step: StepGeometry
@@ -161,7 +163,7 @@ class _Bound:
         return {} if self.step.paths is None else {"paths": self.step.paths}
 
 
-class _Writing(_Bound):
+class _Writing(PagedStep):
     def __call__(
         self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:

@@ -1,6 +1,6 @@
 """RecordedForward: the model recorded once on the host, and replayed without Python."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -29,14 +29,16 @@ _NOWHERE = 0
 class RecordedForward:
     """Replays the model on the host.
 
-    These steps go to `eager`: more tokens or rows than were recorded, and with output-token pruning
-    steps that need other hidden states.
+    These steps go to `eager`: more tokens or rows than were recorded, decode steps of more rows
+    than the largest of `shapes`, and with output-token pruning steps that need other hidden states.
 
     With output-token pruning the recording runs everything after the last attention layer on the
     outputs only. It runs that part again when logits of other tokens are needed.
 
     Args:
         step: inputs of the largest step that is recorded.
+        shapes: rows of the decode steps to replay; () = of all.
+        is_exact: only decode steps of just these rows.
 
     Raises:
         NotRecordable: the model does something that is not a compiled op.
@@ -47,7 +49,13 @@ class RecordedForward:
     results_are_final = False
 
     def __init__(
-        self, context: ForwardContext, eager: EagerForward, step: StepTensors, recorder: Recorder
+        self,
+        context: ForwardContext,
+        eager: EagerForward,
+        step: StepTensors,
+        recorder: Recorder,
+        shapes: Sequence[int] = (),
+        is_exact: bool = False,
     ) -> None:
         model, ops, table = context.model, context.build.ops, context.table
         self.on_op_times: Callable[[list[OpTime]], None] | None = None
@@ -57,6 +65,8 @@ class RecordedForward:
         self._all: DPAttentionBatch | None = context.rows_of_all
         self._stages = context.stages
         self._eager = eager
+        self._shapes = frozenset(shapes)
+        self._is_exact = is_exact
         self._is_eager = False
         self._last = (0, 0, 0)
         """Tokens, rows and outputs of the last step."""
@@ -145,13 +155,20 @@ class RecordedForward:
         return self._stages.broadcast(x, self._stages.size - 1)
 
     def _goes_eager(self, batch: Batch) -> bool:
-        if not self._inputs.holds(batch) or self._is_too_large_together():
+        if not self._inputs.holds(batch) or self._is_too_large_together() or self._is_odd(batch):
             return True
         if self._prunes and batch.wanted & HIDDEN:
             is_output = len(batch.last) == batch.offsets[-1]  # every token is an output
             if not is_output or batch.wanted & SCORE:
                 return True
         return False
+
+    def _is_odd(self, batch: Batch) -> bool:
+        """Whether it is a decode step of other sizes than those that were named."""
+        tokens, rows = batch.largest  # the same on all ranks
+        if not self._shapes or tokens > rows:
+            return False
+        return rows not in self._shapes if self._is_exact else rows > max(self._shapes)
 
     def _enter_outputs(self, batch: Batch, count: int, is_scored: bool) -> None:
         """Decide whether the recorded sampler samples, and enter the slots it writes to."""
@@ -171,7 +188,7 @@ class RecordedForward:
         is_plain = not batch.wanted & SCORE and is_sampled_plainly(batch, self._table)
         if self.multi_steps is None or self.on_op_times is not None or not is_plain:
             return None
-        if not self._inputs.holds(batch):
+        if not self._inputs.holds(batch) or self._is_odd(batch):
             return None
         self._inputs.fill(batch)
         self._is_eager, self._is_ready, self._is_sampled = False, True, True

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -47,12 +48,14 @@ from banyan.model_config.model_config import FULL, STATE, WINDOW
 from banyan.models.base import Model
 from banyan.moe.routing_record import returned_experts
 from banyan.ops.api import OpTime
+from banyan.ops.bind import BoundOps
 from banyan.ops.host_memory import copy_to
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
-from banyan.runner.attention import BACKENDS
+from banyan.runner.attention import BACKENDS, AttentionBackend
 from banyan.runner.batch import Batch, histories
 from banyan.runner.choose_forward import open_forward
+from banyan.runner.double_sparsity import DoubleSparsityBackend, HeavyTokens, PlainPages
 from banyan.runner.draft_trees import Compaction, branches_of
 from banyan.runner.features import Features, SpanTable, form_of
 from banyan.runner.forward import Forward
@@ -185,6 +188,7 @@ class ModelRunner:
                 self.store,
                 compaction,
                 config.branching,
+                (config.accept_single, config.accept_total),
             )
         self._score_chunk = max(1, CHUNK_ELEMENTS // model_config.vocab_size)
         self._dp_step: DPAttentionStep | None = None
@@ -206,12 +210,11 @@ class ModelRunner:
         self.platform.synchronize()
         self.model: Model | None = model
         if self._features is not None:
-            self._features.tower = model.tower
+            self._features.towers = model.towers
         if not opens:
             return
         model_config = self._model_config
-        default = "encoder" if model_config.is_encoder else "paged"
-        attention = BACKENDS.load(self._config.attention or default)(self._build.ops, self.store)
+        attention = self._open_attention()
         with self.platform.stream():
             self._opened = open_forward(
                 model=model,
@@ -226,6 +229,15 @@ class ModelRunner:
         self._pooler = None
         if model_config.pooling is not None:
             self._pooler = Pooler(model_config.pooling, model, self._table.adapters)
+
+    def _open_attention(self) -> AttentionBackend:
+        sparsity, build, model_config = self._config.sparsity, self._build, self._model_config
+        if sparsity.is_enabled:
+            plain = cast(BoundOps, build.ops).plain_pages("paged_attention")
+            tokens = HeavyTokens(sparsity, model_config, build.device, cast(PlainPages, plain))
+            return DoubleSparsityBackend(build.ops, self.store, tokens)
+        default = "encoder" if model_config.is_encoder else "paged"
+        return BACKENDS.load(self._config.attention or default)(build.ops, self.store)
 
     def drop_model(self, keeps_weights: bool = False) -> None:
         """Free the model, or only the graphs that run it; no rows can run until `take_model`."""
@@ -459,7 +471,7 @@ class ModelRunner:
         samples = bool(batch.wanted & SAMPLE)
         if not samples and (self._dp_step is None or not self._dp_step.has_outputs):
             return None, scores, self._verify(batch, None)
-        sampled, logits = self.forward.next_tokens(), None
+        sampled, logits = None if self._is_relaxed else self.forward.next_tokens(), None
         if sampled is None:
             logits = self.forward.next_logits(batch)
             if not samples:  # the logits were computed for other replicas
@@ -483,6 +495,10 @@ class ModelRunner:
                 logits = sampled.edited_logits(logits)
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return here, scores, verified
+
+    @property
+    def _is_relaxed(self) -> bool:
+        return self._drafting is not None and self._drafting.is_relaxed
 
     def _verify(self, batch: Batch, sampled: Sampled | None) -> Verified | None:
         """Accept or reject drafts, and count the accepted tokens as part of their slots."""
@@ -535,6 +551,9 @@ class ModelRunner:
             failed |= faults
         sampled = self._sampler.sample(logits, slots, positions, masks, where, past)
         tokens = sampled.tokens
+        if self._drafting is not None and self._is_relaxed:
+            tokens = self._drafting.relaxed(batch, tokens, sampled.edited_logits(logits))
+            self._table.enter(*where, tokens)
         if self._ranks.size > 1:
             tokens = self._ranks.broadcast(tokens)
         return replace(sampled, tokens=tokens, failed=sampled.failed | failed)

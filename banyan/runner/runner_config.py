@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from banyan.config.schema import SparsityConfig
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.rank_page_access import RankAddress
 
@@ -30,6 +31,8 @@ class RunnerConfig:
         raw_logprobs: report log-probabilities of the raw logits for outputs.
         collects_in_capture: Python collects garbage while graphs are captured.
         profiles_capture: log which operations the captures spend their time in.
+        accept_single, accept_total: as in SpeculativeConfig.
+        sparsity: which rows attend to few tokens.
         reads_all: hidden states or expert choices are read for every token, on at least one rank.
     """
 
@@ -52,6 +55,9 @@ class RunnerConfig:
     raw_logprobs: bool = False
     collects_in_capture: bool = False
     profiles_capture: bool = False
+    accept_single: float = 1.0
+    accept_total: float = 1.0
+    sparsity: SparsityConfig = SparsityConfig()
 
 
 @dataclass(frozen=True)

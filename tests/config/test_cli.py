@@ -137,7 +137,7 @@ def test_all_that_is_refused_is_reported_at_once() -> None:
     [
         ["--dcp-size", "1"],
         ["--disaggregation-decode-tp", "1"],
-        ["--enable-double-sparsity=false"],
+        ["--enable-pdmux=false"],
         ["--elastic-ep-backend", "none"],
     ],
 )
@@ -153,7 +153,7 @@ def test_a_harmless_flag_is_accepted_with_the_reason() -> None:
     )
 
 
-@pytest.mark.parametrize("argv", [["--mooncake-ib-device", "x"], ["--flexkv-config-file", "x"]])
+@pytest.mark.parametrize("argv", [["--deepep-v2-mode", "hybrid"], ["--flexkv-config-file", "x"]])
 def test_a_flag_of_an_absent_feature_is_accepted_and_says_so(argv: list[str]) -> None:
     (note,) = notes(*argv)
     assert f"{argv[0]} is accepted but has no effect: its feature is missing" in note

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from banyan.ascend.kv_transfer import Ascend
-from banyan.base.errors import ConfigError
+from banyan.base.errors import BanyanError, ConfigError
 from banyan.disaggregation import decode_side as taking
 from banyan.disaggregation import rules, wire
 from banyan.disaggregation.decode_side import DecodeSide
@@ -21,6 +21,7 @@ from banyan.disaggregation.nixl import Nixl
 from banyan.disaggregation.prefill_side import PrefillSide
 from banyan.disaggregation.transfer import TransferOptions
 from banyan.disaggregation.transfer_engine import BATCH, Fabric, HostMemory, Landing, code_of
+from banyan.llm import Engine
 from banyan.messages.disaggregation import (
     PrefillResult,
     ReceiveTransfer,
@@ -32,6 +33,7 @@ from tests.ascend.emulation import fabric
 from tests.support.configs import MODEL_CONFIG, NOTHING
 from tests.support.flags import config_of
 from tests.support.page_transfer import ROOM, SIZE, SMALL, Pages, Side, free_port, give, seek, take
+from tests.system.checkpoint import write_tiny_model
 
 
 class EngineInMemory:
@@ -284,6 +286,44 @@ def test_the_devices_that_are_named_reach_the_engines(
     Nixl("127.0.0.1", named_devices(devices))
     named = {"device_list": devices} if devices else {}
     assert given == [("127.0.0.1", "P2PHANDSHAKE", protocol, devices), ("UCX", named)]
+
+
+def test_devices_of_mooncake_reach_its_store_and_its_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[tuple[object, ...]]()
+
+    class Client:
+        def setup(self, *words: object) -> int:
+            given.append(words)
+            return 1
+
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(rules, "RDMA_FOLDER", str(tmp_path))
+    monkeypatch.setattr(rules, "find_spec", lambda name: name)
+    monkeypatch.setattr("banyan.kv_transfer.mooncake_store._client_kind", lambda: Client)
+    monkeypatch.setattr("banyan.kv_transfer.mooncake_store._check_master", lambda address: None)
+    words = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake")
+    config = config_of(*words, "--mooncake-ib-device", "mlx5_0")
+    assert (
+        rules.check_disaggregation(config, MODEL_CONFIG, NOTHING).handoff.rdma_devices == "mlx5_0"
+    )
+    both = config_of(*words, "--mooncake-ib-device", "mlx5_0", "--disaggregation-ib-device", "a")
+    with pytest.raises(ConfigError, match="--disaggregation-ib-device a: .*no RDMA device 'a'"):
+        rules.check_disaggregation(both, MODEL_CONFIG, NOTHING)
+    with pytest.raises(BanyanError, match="its client does not start"):
+        Engine(
+            str(write_tiny_model(tmp_path / "model")),
+            engine_mode="inprocess",
+            enable_hierarchical_cache=True,
+            hicache_storage_backend="mooncake",
+            hicache_storage_backend_extra_config={
+                "master_server_address": "h:1",
+                "global_segment_size": 0,
+            },
+            mooncake_ib_device="mlx5_0",
+        )
+    assert [words[4:6] for words in given] == [("rdma", "mlx5_0")]
 
 
 def test_devices_that_are_not_there_end_the_start(

@@ -137,6 +137,29 @@ def test_a_request_is_answered_token_by_token(served):
     assert link.hear(Finished).output_tokens == 3
 
 
+def test_messages_are_read_every_so_many_steps() -> None:
+    """Each step brings a message, so that one always waits."""
+    every = config_of("--scheduler-recv-interval", "8").schedule.receive_interval
+    reads = list[int]()
+    with serving(check_ledger=True, receive_interval=every) as (link, runner, _):
+        launch, receive, launched = runner.launch, link.receive, list[int]()
+
+        def launch_and_tell(plan, mask_of=None):
+            launched.append(1)
+            link.tell(Abort(request="nobody"))
+            return launch(plan, mask_of)
+
+        def receive_and_note():
+            reads.append(len(launched))
+            return receive()
+
+        runner.launch, link.receive = launch_and_tell, receive_and_note
+        link.tell(generate("a", new=80))
+        assert link.hear(Finished).output_tokens == 80
+    gaps = [after - before for before, after in zip(reads, reads[1:], strict=False)]
+    assert len(reads) <= 2 + 80 // 7 and all(gap >= 7 for gap in gaps[1:-2]), reads
+
+
 def test_tokens_that_nobody_reads_before_the_end_come_in_fewer_events(served):
     link, _, _ = served
     link.tell(generate("a", new=60, stride=0))

@@ -15,6 +15,8 @@ import torch
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.llm import Engine
 from banyan.ops import reference
+from banyan.runner.batch import Batch
+from banyan.runner.forward import EagerForward
 from banyan.server.lifecycle.startup import READY_LINE
 from tests.system.serving import Server, serving, stream_events
 
@@ -343,6 +345,62 @@ def test_steps_are_recorded_unless_that_is_switched_off(tiny_model: Path) -> Non
     if recorded != "recorded":
         pytest.skip("no compiled kernels here: every step calls the model anew")
     assert steps(disable_cuda_graph=True) == ("eager", tokens)
+
+
+@pytest.mark.parametrize(
+    ("flags", "eager"),
+    [
+        ({}, False),
+        ({"cuda_graph_max_bs": 1}, True),
+        ({"cuda_graph_max_bs": 2}, False),
+        ({"cuda_graph_bs": [1]}, True),
+        ({"cuda_graph_bs": [1, 4]}, False),
+        ({"cuda_graph_bs": [1, 4], "disable_cuda_graph_padding": True}, True),
+    ],
+    ids=str,
+)
+def test_decode_steps_of_the_named_sizes_are_replayed(
+    tiny_model: Path, flags: dict[str, object], eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows decode together; what runs eagerly gives the same tokens."""
+    seen, run = list[int](), EagerForward.run
+
+    def watched(forward: EagerForward, batch: Batch) -> None:
+        if len(batch.slots) == batch.offsets[-1]:
+            seen.append(len(batch.slots))
+        run(forward, batch)
+
+    with engine(tiny_model) as it:
+        if it.get_server_info()["facts"]["steps"] != "recorded":
+            pytest.skip("no compiled kernels here: every step calls the model anew")
+        right = it.generate(input_ids=[PROMPT, PROMPT[:9]], sampling_params=EIGHT)
+    monkeypatch.setattr(EagerForward, "run", watched)
+    with engine(tiny_model, **flags) as it:
+        found = it.generate(input_ids=[PROMPT, PROMPT[:9]], sampling_params=EIGHT)
+    assert [each["output_ids"] for each in found] == [each["output_ids"] for each in right]
+    assert (2 in seen) == eager
+
+
+def test_kept_weights_are_resumed_without_their_files(tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    with engine(model, enable_memory_saver=True, enable_weights_cpu_backup=True) as it:
+        before = it.generate(input_ids=PROMPT, sampling_params=EIGHT)["output_ids"]
+        (model / "model.safetensors").unlink()
+        it.release_memory_occupation()
+        it.resume_memory_occupation()
+        assert it.generate(input_ids=PROMPT, sampling_params=EIGHT)["output_ids"] == before
+
+
+def test_torch_samples_when_it_is_named(tiny_model: Path) -> None:
+    lines = kernels_of(tiny_model, sampling_backend="pytorch").splitlines()
+    assert any(line.split() == ["tensor_sampling", "sample"] for line in lines), lines
+    drawn = EIGHT | {"temperature": 1.0, "sampling_seed": 3}
+    found = []
+    for flags in ({}, {"sampling_backend": "pytorch"}):
+        with engine(tiny_model, **flags) as it:
+            found.append(it.generate(input_ids=PROMPT, sampling_params=drawn)["output_ids"])
+    assert found[0] == found[1]
 
 
 def test_torch_attends_when_it_is_named(tiny_model: Path) -> None:

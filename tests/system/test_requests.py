@@ -26,3 +26,7 @@ def test_a_request_is_listed_while_it_runs_and_ends_by_its_rid(shared_server: Se
     assert "abort" in reasons
     settled(shared_server.stats, finished + 1)
     wait_until(lambda: not http.get("/requests").json()["requests"], 60, "the list to be empty")
+    first = http.get("/requests?ended=true").json()["ended"][0]
+    assert (first["rid"], first["reason"], first["prompt_tokens"]) == ("long-one", "abort", 100)
+    assert first["seconds"] >= first["decode_s"] > 0 and first["prefill_s"] > 0
+    assert http.get("/v1/loads?include=history").json()["history"][0]["most"] > 0

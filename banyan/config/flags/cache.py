@@ -279,6 +279,15 @@ DISAGGREGATION_FLAGS = (
         "::test_the_devices_that_are_named_reach_the_engines",
     ),
     Flag(
+        "mooncake-ib-device",
+        "handoff.mooncake_devices",
+        "RDMA devices of Mooncake: of its store, and of its transfers unless "
+        "--disaggregation-ib-device names others; default: TCP",
+        kind=COMMAS,
+        proof="tests/disaggregation/test_transfer_engine.py"
+        "::test_devices_of_mooncake_reach_its_store_and_its_transfers",
+    ),
+    Flag(
         "num-reserved-decode-tokens",
         "handoff.reserved_tokens",
         "a decode server admits a request only if pages for this many further tokens of each "

@@ -167,11 +167,10 @@ FLAGS = (
     Flag(
         "enable-weights-cpu-backup",
         "device.weights_backup",
-        "with --enable-memory-saver: released weights of a device stay in host memory, so resuming "
-        "reads no files",
+        "with --enable-memory-saver: released weights stay in host memory, so resuming reads no "
+        "files; on a CPU they are never released",
         kind=SWITCH,
-        proof="tests/ascend/emulation/test_memory_saver.py"
-        "::test_weights_with_a_backup_come_back_without_their_files",
+        proof="tests/system/test_flag_effects.py::test_kept_weights_are_resumed_without_their_files",
     ),
     Flag(
         "threads",
@@ -246,7 +245,7 @@ FLAGS = (
     Flag(
         "nccl-port",
         "parallel.port",
-        "port where the ranks of one machine meet, further replicas at the following ones (NPU); "
+        "port where the ranks of one machine meet, further replicas at the following ones; "
         "default: they meet at a file",
         kind=INT,
         low=0,
@@ -301,6 +300,62 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_torch_attends_in_the_phase_that_is_named",
     ),
     Flag(
+        "sampling-backend",
+        "device.sampling",
+        "pytorch = sample in plain PyTorch, to bisect a wrong answer (slower); default: the "
+        "device's kernel",
+        choices=("pytorch", "ascend", "flashinfer", "intel_xpu"),
+        proof="tests/system/test_flag_effects.py::test_torch_samples_when_it_is_named",
+    ),
+    Flag(
+        "enable-double-sparsity",
+        "sparsity.is_enabled",
+        "rows of one token with a long context attend to few tokens, which a few channels choose; "
+        "answers differ a little, and steps are eager",
+        kind=SWITCH,
+        proof="tests/runner/test_double_sparsity.py::test_few_tokens_are_attended_to_as_the_flags_say",
+    ),
+    Flag(
+        "ds-channel-config-path",
+        "sparsity.path",
+        "JSON file of the heavy channels of each layer and head",
+        proof="tests/runner/test_double_sparsity.py::test_few_tokens_are_attended_to_as_the_flags_say",
+    ),
+    Flag(
+        "ds-heavy-channel-type",
+        "sparsity.kind",
+        "which lists of that file are read",
+        choices=("qk", "q", "k"),
+        proof="tests/runner/test_double_sparsity.py::test_the_lists_of_the_kind_are_read",
+    ),
+    Flag(
+        "ds-heavy-channel-num",
+        "sparsity.channels",
+        "channels of each head that choose tokens",
+        kind=INT,
+        low=1,
+        high=1024,
+        proof="tests/runner/test_double_sparsity.py::test_each_number_changes_what_is_attended_to",
+    ),
+    Flag(
+        "ds-heavy-token-num",
+        "sparsity.tokens",
+        "tokens that each head attends to",
+        kind=INT,
+        low=1,
+        high=1 << 24,
+        proof="tests/runner/test_double_sparsity.py::test_each_number_changes_what_is_attended_to",
+    ),
+    Flag(
+        "ds-sparse-decode-threshold",
+        "sparsity.threshold",
+        "shortest context, in tokens, that is sparse",
+        kind=INT,
+        low=1,
+        high=1 << 30,
+        proof="tests/runner/test_double_sparsity.py::test_each_number_changes_what_is_attended_to",
+    ),
+    Flag(
         "enable-fp32-lm-head",
         "device.exact_head",
         "compute logits from float32 activations (slower)",
@@ -343,28 +398,29 @@ FLAGS = (
     Flag(
         "cuda-graph-bs",
         "device.shapes",
-        "batch sizes of decode steps to capture (CUDA, NPU); default: the device's own",
+        "batch sizes of decode steps to capture; on a CPU, steps up to the largest are replayed; "
+        "default: the device's own, on a CPU all",
         kind=INTS,
         aliases=("cuda-graph-bs-decode",),
         low=1,
         high=4096,
-        proof="tests/config/test_defaults.py::test_the_shapes_to_capture_are_those_that_are_named",
+        proof="tests/system/test_flag_effects.py::test_decode_steps_of_the_named_sizes_are_replayed",
     ),
     Flag(
         "cuda-graph-max-bs",
         "device.largest_shape",
-        "largest batch size of a decode step to capture; default: the device's own",
+        "largest batch size of a decode step to capture; default: the device's own, on a CPU all",
         kind=INT,
         aliases=("cuda-graph-max-bs-decode",),
         low=1,
         high=4096,
-        proof="tests/config/test_defaults.py::test_the_shapes_to_capture_are_those_that_are_named",
+        proof="tests/system/test_flag_effects.py::test_decode_steps_of_the_named_sizes_are_replayed",
     ),
     Flag(
         "disable-cuda-graph-padding",
         "device.is_unpadded",
         "run decode steps eagerly if no captured batch size matches exactly, instead of padding to "
-        "the next one (CUDA, NPU)",
+        "the next one; on a CPU with --cuda-graph-bs",
         kind=SWITCH,
         proof="tests/ascend/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
     ),

@@ -181,6 +181,16 @@ FLAGS = (
         "::test_a_stopped_engine_is_unhealthy_after_the_deadline_and_is_replaced",
     ),
     Flag(
+        "scheduler-recv-interval",
+        "schedule.receive_interval",
+        "steps after which waiting requests are read, while steps run; more cost latency, and save "
+        "reading",
+        kind=INT,
+        low=1,
+        high=1 << 20,
+        proof="tests/engine/test_loop.py::test_messages_are_read_every_so_many_steps",
+    ),
+    Flag(
         "soft-watchdog-timeout",
         "schedule.soft_watchdog_s",
         "seconds after which the stacks of an unfinished step are logged; 0 = never",

@@ -97,6 +97,7 @@ quantization = _flag(
     lambda c: "" if c.model.quantization in ("unquant", "gguf") else c.model.quantization,
 )
 deterministic = _flag("enable-deterministic-inference", lambda c: c.device.is_deterministic)
+sparsity = _flag("enable-double-sparsity", lambda c: c.sparsity.is_enabled)
 memory_saver = _flag("enable-memory-saver", lambda c: c.device.memory_saver)
 offload_size = _flag("cpu-offload-gb", lambda c: c.device.offload_gib)
 offload_groups = _flag("offload-group-size", lambda c: max(0, c.device.offload_group))
@@ -144,6 +145,12 @@ multi_step = _flag(
 drafting = _flag("speculative-algorithm", lambda c: c.speculative.algorithm)
 draft_path = _flag("speculative-draft-model-path", lambda c: bool(c.speculative.draft_source))
 block_size = _flag("speculative-dflash-block-size", lambda c: c.speculative.block_size)
+
+
+def relaxed(config: Config, _: ModelConfig | None) -> str:
+    speculative = config.speculative
+    is_on = (speculative.accept_single, speculative.accept_total) != (1.0, 1.0)
+    return "--speculative-accept-threshold-*" if is_on else ""
 
 
 def draft_tree(config: Config, _: ModelConfig | None) -> str:
@@ -257,6 +264,12 @@ CONFLICTS = (
         "",
         "use --speculative-algorithm STANDALONE with a small model, or NGRAM",
     ),
+    # Double sparsity.
+    Conflict(sparsity, transformers, "", _NATIVE),
+    Conflict(sparsity, several_ranks, "each rank has other heads", "use --data-parallel-size"),
+    Conflict(sparsity, drafting, "rows with drafts attend to all tokens", _LEAVE_ONE),
+    Conflict(sparsity, embedding_model, "it decodes nothing", _LEAVE_IT),
+    Conflict(sparsity, plugin_attention, "both replace the attention", _LEAVE_ONE),
     # Weights.
     Conflict(torchao, quantization, "both set the quantization of weights", _GIVE_ONE),
     Conflict(torchao, dummy_weights, "random weights are not quantized", _LEAVE_ONE),
@@ -361,6 +374,7 @@ CONFLICTS = (
         "it drafts without a model",
         "leave the model out, or use --speculative-algorithm STANDALONE",
     ),
+    Conflict(relaxed, deterministic, "answers depend on the drafts", _LEAVE_ONE),
     Conflict(draft_model, memory_saver, "draft weights are not released", _LEAVE_ONE),
     # Several decode steps in one plan. While their number is open, these make it 1 instead.
     Conflict(multi_step, drafting, "drafts are verified step by step", _LEAVE_ONE),

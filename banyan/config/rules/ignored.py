@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.flags.flag import SWITCH
 from banyan.config.flags.table import GROUPS
@@ -154,6 +155,22 @@ _RULES = (
         "enable-weights-cpu-backup",
         lambda c: not c.device.memory_saver,
         "weights are not released without --enable-memory-saver",
+    ),
+    _Ignored(
+        "ds-channel-config-path ds-heavy-channel-type ds-heavy-channel-num ds-heavy-token-num "
+        "ds-sparse-decode-threshold",
+        lambda c: not c.sparsity.is_enabled,
+        "attention is dense without --enable-double-sparsity",
+    ),
+    _Ignored(
+        "mooncake-ib-device",
+        lambda c: "mooncake" not in (c.cache.store, c.handoff.role and c.handoff.transfer),
+        "neither the store nor the transfers are Mooncake's",
+    ),
+    _Ignored(
+        "disable-cuda-graph-padding",
+        lambda c: facts_of(c).is_host and not c.device.shapes,
+        "no step is padded here; with --cuda-graph-bs only steps of these sizes are replayed",
     ),
     _Ignored(
         "offload-num-in-group",

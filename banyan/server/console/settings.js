@@ -19,7 +19,8 @@ export async function show(place, signal) {
       (!only.checked || origin !== DEFAULT)
       && `${name} ${value} ${origin}`.toLowerCase().includes(wanted));
     number.textContent = `${some.length} of ${rows.length} settings.`;
-    body.replaceChildren(table("Settings", ["Setting", "Value", "Set by"], some.map(cells)));
+    body.replaceChildren(table("Settings", ["Setting", "Value", "Set by"], some.map(cells),
+      { class: "settings" }));
   };
   place.append(h("h1", {}, title),
     h("p", {}, "The configuration that this server has come to, as ", h("code", {}, "banyan config"),

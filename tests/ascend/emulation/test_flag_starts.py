@@ -38,6 +38,15 @@ def deep(folder: Path) -> Flags:
     return {}
 
 
+def sparse(folder: Path) -> Flags:
+    """A model with a file of channels."""
+    deep(folder)
+    lists = [list(range(16))] * 8
+    keys = [f"model.layers.{layer}.self_attn.k_proj" for layer in range(6)]
+    (folder / "channels.json").write_text(json.dumps(dict.fromkeys(keys, lists)))
+    return {}
+
+
 def of_family(variant: str) -> Callable[[Path], Flags]:
     def make(folder: Path) -> Flags:
         tiny(variant, folder / "model", max_position_embeddings=512, **SIZES.get(variant, {}))
@@ -126,6 +135,7 @@ SCHEDULE = {
     "schedule_low_priority_values_first": True,
     "priority_scheduling_preemption_threshold": 5,
     "schedule_conservativeness": 0.8,
+    "scheduler_recv_interval": 2,
     "disable_overlap_schedule": True,
     "page_size": 256,
     "kv_cache_dtype": "bf16",
@@ -182,6 +192,14 @@ OFFLOAD = {
     "num_continuous_decode_steps": None,
     "quantization": "unquant",
 }
+SPARSE = {
+    "enable_double_sparsity": True,
+    "ds_channel_config_path": "{folder}/channels.json",
+    "ds_heavy_channel_type": "k",
+    "ds_heavy_channel_num": 4,
+    "ds_heavy_token_num": 2,
+    "ds_sparse_decode_threshold": 3,
+}
 EXPERTS = {
     "tp_size": 2,
     "ep_size": 2,
@@ -235,6 +253,8 @@ DECODE = {
     "num_reserved_decode_tokens": 8,
 }
 EAGLE = {
+    "speculative_accept_threshold_single": 0.5,
+    "speculative_accept_threshold_acc": 0.5,
     "speculative_algorithm": "EAGLE",
     "speculative_num_steps": 2,
     "speculative_eagle_topk": 2,
@@ -285,6 +305,7 @@ GROUPS: dict[str, tuple[Callable[[Path], Flags], Flags]] = {
     "schedule": (plain, SCHEDULE),
     "torch": (drafting("NGRAM128"), TORCH),
     "offload": (deep, OFFLOAD),
+    "sparse": (sparse, SPARSE),
     "gigabytes": (deep, {"cpu_offload_gb": 0.002, "decode_attention_backend": "torch_native"}),
     "decode": (plain, DECODE),
     "hooks": (plain, HOOKS),
@@ -314,7 +335,10 @@ ELSEWHERE = {
     "disaggregation-transfer-backend": "test_handoff.py",
     "speculative-draft-model-path": "test_drafts.py",
     "lora-paths": "test_adapters.py",
-    "disaggregation-ib-device": "tests/kv_transfer; the fabric of NPUs names no device",
+    **dict.fromkeys(
+        ("disaggregation-ib-device", "mooncake-ib-device"),
+        "tests/disaggregation; the fabric of NPUs names no device",
+    ),
     **dict.fromkeys(
         ("revision", "download-dir", "delete-ckpt-after-loading"),
         "tests/hub; the hub knows no device",
