@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A busy machine slows examples down; none is asserted to be quick.
 settings.register_profile("banyan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("banyan")
+
+
+def pytest_configure() -> None:
+    """Ctrl-C counts in the processes that tests start, also where a shell runs the tests in the
+    background and has it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -72,6 +72,19 @@ def check_schema(text: str, backend: str, rules: Sequence[Rule] = ()) -> None:
                 )
 
 
+def schemas_in_tag(part: object) -> Iterator[object]:
+    """The schemas in a structural tag."""
+    if is_object(part):
+        for name, value in part.items():
+            if name == "json_schema":
+                yield value
+            else:
+                yield from schemas_in_tag(value)
+    elif is_list(part):
+        for value in part:
+            yield from schemas_in_tag(value)
+
+
 def without_unknown_formats(schema: object) -> object:
     """The same schema without formats that JSON Schema does not define: they are annotations.
 

@@ -1,5 +1,6 @@
 """The xgrammar library. Its compiled form travels as JSON; matching needs no torch."""
 
+import json
 import re
 
 import numpy as np
@@ -13,13 +14,14 @@ from banyan.grammar.json_schema import (
     any_of,
     check_schema,
     conflicting_keyword,
+    schemas_in_tag,
     undeclared_required,
     without_type,
 )
 from banyan.grammar.vocabulary import Encode, Vocabulary
 from banyan.messages.requests import EBNF, JSON_SCHEMA, REGEX, Constraint
 
-_QUOTED = re.compile(r'"|\\\\|\\[xu]')
+_QUOTED = re.compile(r'"|\\\\|\\[xunrtfv0]|[\x00-\x1f]')
 _SKIPPED_LOOP = re.compile(r"[+*].*\)\?", re.DOTALL)
 """An optional group that begins with a loop, as in (\\d+\\.)?, lets the loop alone pass."""
 _HALF = 0xED
@@ -98,6 +100,8 @@ class XGrammar:
         elif constraint.kind == EBNF:
             compiled = self._compiler.compile_grammar(text)
         else:
+            for schema in schemas_in_tag(json.loads(text)):
+                check_schema(json.dumps(schema), "xgrammar", (_unescaped,))
             compiled = self._compiler.compile_structural_tag(text)
         return compiled.serialize_json().encode()
 

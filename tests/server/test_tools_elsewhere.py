@@ -13,7 +13,7 @@ from tests.server.talk import TEMPLATE, TOOLS, USER, service_with, tool
 FUNCTION = {"type": "function", **TOOLS[0]["function"]}
 RESPONSES_KINDS = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
-    *("custom", "namespace", "local_shell", "shell", "apply_patch", "computer_use_preview"),
+    *("namespace", "local_shell", "shell", "apply_patch", "computer_use_preview"),
     *("tool_search", "programmatic_tool_calling"),
 )
 ANTHROPIC_KINDS = (
@@ -23,7 +23,7 @@ ANTHROPIC_KINDS = (
 OTHERS = {
     "/v1/responses": [{"type": kind, "name": kind} for kind in RESPONSES_KINDS],
     "/v1/messages": [{"type": kind, "name": kind, "max_uses": 5} for kind in ANTHROPIC_KINDS],
-    "/v1/chat/completions": [{"type": k, k: {"name": k}} for k in ("custom", "web_search")],
+    "/v1/chat/completions": [{"type": k, k: {"name": k}} for k in ("mcp", "web_search")],
     "/api/chat": [{"type": "web_search"}],
 }
 BODIES = {

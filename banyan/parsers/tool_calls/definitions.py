@@ -21,9 +21,13 @@ Definition = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Tools:
-    """Definitions by name, as {"type": "function", "function": {...}}, in the request's order."""
+    """Definitions by name, as {"type": "function", "function": {...}}, in the request's order.
+
+    `custom` are the names of those that take a text, as their one argument.
+    """
 
     definitions: Mapping[str, Definition]
+    custom: frozenset[str] = frozenset()
 
     def __contains__(self, name: str) -> bool:
         return name in self.definitions

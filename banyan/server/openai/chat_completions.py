@@ -18,6 +18,7 @@ from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI, FrameTemplate
 from banyan.server.http.exchange import HttpExchange, follow, read_prompt
 from banyan.server.openai.chat_plan import ChatPlan, plan_chat
+from banyan.server.openai.custom_tools import CUSTOM, INPUT, CustomCalls
 from banyan.server.openai.models import model_and_adapters
 from banyan.server.openai.schema import (
     ChatRequest,
@@ -41,6 +42,7 @@ class ChatChoice:
     def __init__(self, plan: ChatPlan) -> None:
         self._parser = AnswerParser(plan.form)
         self._thinking = ReasoningTokenCounter(plan.thinking_end)
+        self.custom = CustomCalls(plan.form.offered.custom)
         self._id_chars = plan.form.tools.id_chars if plan.form.tools else 0
         self._ids: dict[str, None] = {}
         self.parts: list[AnswerDelta] = []
@@ -57,7 +59,7 @@ class ChatChoice:
         self._thinking.add(chunk.tokens, self._parser.has_answered)
         if chunk.finish is not None:
             parts += self._parser.finish(_is_cut(chunk.finish))
-        return parts
+        return self.custom.merged(parts, chunk.finish is not None)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -242,17 +244,21 @@ def _delta(part: AnswerDelta, choice: ChatChoice) -> Json:
             return {"content": text, "reasoning_content": None}
         case ReasoningDelta(text):
             return {"content": None, "reasoning_content": text}
-        case ToolCallStart(index, name, id):
-            function = {"name": name, "arguments": ""}
-            call = {
-                "index": index,
-                "id": choice.call_id(id),
-                "type": "function",
-                "function": function,
-            }
+        case ToolCallStart(index):
+            call = {"index": index, **_call(choice, part, "")}
         case ToolCallArguments(index, text):
-            call = {"index": index, "function": {"arguments": text}}
+            is_custom = index in choice.custom.indices
+            call = {"index": index}
+            call |= {CUSTOM: {INPUT: text}} if is_custom else {"function": {"arguments": text}}
     return {"content": None, "reasoning_content": None, "tool_calls": [call]}
+
+
+def _call(choice: ChatChoice, start: ToolCallStart, text: str) -> Json:
+    """A call; `text` is its arguments, or the input of a custom tool."""
+    head = {"id": choice.call_id(start.id)}
+    if start.index in choice.custom.indices:
+        return {**head, "type": CUSTOM, CUSTOM: {"name": start.name, INPUT: text}}
+    return {**head, "type": "function", "function": {"name": start.name, "arguments": text}}
 
 
 def _message(parts: list[AnswerDelta], choice: ChatChoice) -> Json:
@@ -261,8 +267,7 @@ def _message(parts: list[AnswerDelta], choice: ChatChoice) -> Json:
     calls = []
     for start in (p for p in parts if isinstance(p, ToolCallStart)):
         own = (p.text for p in parts if isinstance(p, ToolCallArguments) and p.index == start.index)
-        function = {"name": start.name, "arguments": "".join(own)}
-        calls.append({"id": choice.call_id(start.id), "type": "function", "function": function})
+        calls.append(_call(choice, start, "".join(own)))
     return {
         "role": "assistant",
         "content": said if said or not (thought or calls) else None,

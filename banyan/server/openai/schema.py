@@ -70,6 +70,9 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = True
     reasoning_effort: str | None = None
     thinking: bool | dict[str, object] | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
+    """The same under DashScope's name."""
     separate_reasoning: bool | None = True
     stream_reasoning: bool | None = True
     logprobs: bool | None = False
@@ -113,11 +116,13 @@ PROMPT_MEMBERS: Members = {
         "tool_calls": {
             **dict.fromkeys(("id", "type", "index")),
             "function": dict.fromkeys(("name", "arguments")),
+            "custom": dict.fromkeys(("name", "input")),
         },
     },
     "tools": {
         "type": None,
         "function": dict.fromkeys(("name", "description", "parameters", "strict")),
+        "custom": dict.fromkeys(("name", "description", "format")),
     },
 }
 """Members that a prompt shows of these fields with any chat template."""

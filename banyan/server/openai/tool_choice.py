@@ -2,7 +2,7 @@
 from the answer, and which calls a grammar enforces."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list, is_object
@@ -16,6 +16,7 @@ from banyan.requests.constraint import (
     json_constraint,
     tool_calls_constraint,
 )
+from banyan.server.openai.custom_tools import CUSTOM, function_of
 from banyan.server.openai.schema import ChatRequest
 
 _ANY = 1 << 30
@@ -112,7 +113,8 @@ def tool_use(
         RequestError: the tools or the choice are malformed, or contradict each other.
     """
     check_depth(request.tools, "tools")
-    tools = read_tools(_functions(request.tools or [], warn))
+    functions, custom = _functions(request.tools or [], warn)
+    tools = replace(read_tools(functions), custom=custom)
     choice = request.tool_choice if request.tool_choice is not None else "auto"
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice, allowed = _allowed(choice, tools)
@@ -130,6 +132,10 @@ def tool_use(
         format = BARE_LIST
     if format is None:
         warn("tools", "calls stay text, because there is no tool-call parser for this model")
+    elif format.tag is None and any(map(_is_strict, tools.definitions.values())):
+        warn(
+            "tools", "what is strict or has a grammar is not enforced in this model's form of calls"
+        )
     single = request.parallel_tool_calls is False or isinstance(choice, dict)
     return ToolUse(
         offered=tools,
@@ -141,16 +147,23 @@ def tool_use(
     )
 
 
-def _functions(given: Sequence[object], warn: Callable[[str, str], None]) -> list[object]:
-    """The functions. Tools of other types run elsewhere; they are reported."""
-    found: list[object] = []
+def _functions(
+    given: Sequence[object], warn: Callable[[str, str], None]
+) -> tuple[list[object], frozenset[str]]:
+    """The functions, and the names of those that stand for custom tools. Tools of other types run
+    elsewhere; they are reported."""
+    found, custom = list[object](), set[str]()
     for index, tool in enumerate(given):
         kind = tool.get("type") if is_object(tool) else None
-        if isinstance(kind, str) and kind != "function":
+        if kind == CUSTOM and is_object(tool):
+            found.append(function_of(tool, f"tools[{index}]"))
+            inner = tool.get(CUSTOM)
+            custom.add(str(inner.get("name")) if is_object(inner) else "")
+        elif isinstance(kind, str) and kind != "function":
             warn(f"tools[{index}].type {kind[:40]!r}", "the model is not shown it: no function")
         else:
             found.append(tool)
-    return found
+    return found, frozenset(custom)
 
 
 def _allowed(choice: Mapping[str, object], tools: Tools) -> tuple[str, tuple[str, ...]]:
@@ -159,7 +172,7 @@ def _allowed(choice: Mapping[str, object], tools: Tools) -> tuple[str, tuple[str
     mode, listed = (inner.get("mode"), inner.get("tools")) if is_object(inner) else (None, None)
     names: list[str] = []
     for one in listed if is_list(listed) else []:
-        function = one.get("function") if is_object(one) else None
+        function = (one.get("function") or one.get(CUSTOM)) if is_object(one) else None
         name = function.get("name") if is_object(function) else None
         if not isinstance(name, str) or name not in tools:
             raise _refusal(f"tool_choice: Tool {str(name)[:80]!r} not found in tools list.")
@@ -183,9 +196,9 @@ def _forced(choice: str | Mapping[str, object], tools: Tools) -> tuple[str, ...]
         if choice == "required" and not tools:
             raise _refusal("Tools cannot be empty if tool choice is set to required.")
         return tuple(tools.definitions) if choice == "required" else ()
-    function = choice.get("function")
+    function = choice.get("function") or choice.get(CUSTOM)
     name = function.get("name") if isinstance(function, Mapping) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
+    if choice.get("type") not in ("function", CUSTOM) or not isinstance(name, str):
         raise _refusal('tool_choice must be {"type": "function", "function": {"name": …}}')
     if not tools:
         raise _refusal("Tools cannot be empty if tool choice is set to a specific tool.")

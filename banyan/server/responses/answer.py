@@ -19,6 +19,7 @@ from banyan.requests.generation import TextChunk, Usage, cache_miss
 from banyan.server.errors import Json
 from banyan.server.openai.chat_completions import ChatChoice
 from banyan.server.openai.chat_plan import ChatPlan
+from banyan.server.openai.custom_tools import INPUT
 from banyan.server.openai.shapes import chat_logprobs
 from banyan.server.responses.tools import Offered, Shown, shown_tools
 from banyan.server.responses.translate import ResponsesRequest, new_id
@@ -62,7 +63,7 @@ class ResponseAnswer:
         self._service = service
         self._plan = plan
         self._choice = ChatChoice(plan)
-        self.output = Output(offered.labels)
+        self.output = Output(offered.labels, offered.custom)
         self._listings = listings
         self._with_cache = with_cache
         self._usage: Usage | None = None
@@ -86,7 +87,7 @@ class ResponseAnswer:
     def needs_client(self) -> bool:
         """Whether the turn also called a function of the client."""
         turn = self.output.items[self._turn_start :]
-        return any(item["type"] == "function_call" for item in turn)
+        return any(item["type"] in (_CALL, _CUSTOM_CALL) for item in turn)
 
     @property
     def output_tokens(self) -> int:
@@ -245,13 +246,20 @@ def _fixed(plan: ChatPlan, request: ResponsesRequest, id: str, model: str) -> Js
 
 _MESSAGE, _REASONING = "message", "reasoning"
 _CALL, _SERVER_CALL = "function_call", "mcp_call"
-_CALLS = (_CALL, _SERVER_CALL)
+_CUSTOM_CALL = "custom_tool_call"
+_CALLS = (_CALL, _SERVER_CALL, _CUSTOM_CALL)
 _EVENTS = {
     _MESSAGE: "response.output_text",
     _REASONING: "response.reasoning_text",
     _CALL: "response.function_call_arguments",
     _SERVER_CALL: "response.mcp_call_arguments",
+    _CUSTOM_CALL: "response.custom_tool_call_input",
 }
+
+
+def given_to(kind: str) -> str:
+    """The member with what a call gives its tool."""
+    return INPUT if kind == _CUSTOM_CALL else "arguments"
 
 
 @dataclass
@@ -274,7 +282,7 @@ class OpenItem:
     def whole(self, status: str) -> Json:
         item = {**self.head, "status": status}
         if self.kind in _CALLS:
-            return {**item, "arguments": "".join(self.texts)}
+            return {**item, given_to(self.kind): "".join(self.texts)}
         return {**item, "content": [self.part()]}
 
 
@@ -283,14 +291,16 @@ class Output:
 
     Args:
         labels: label of the tool server for each of its tools; the rest are the client's.
+        custom: names of the tools that take a text.
     """
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
+    def __init__(self, labels: Mapping[str, str], custom: frozenset[str]) -> None:
         self.items: list[Json] = []
         """Closed items."""
         self.waiting: list[int] = []
         """Calls among them that wait for a tool server."""
         self._labels = labels
+        self._custom = custom
         self._open: OpenItem | None = None
         self._space = ""
         """Blank text before a message, held until visible text follows."""
@@ -351,7 +361,8 @@ class Output:
         name = f"{_EVENTS[item.kind]}.done"
         if item.kind in _CALLS:
             own = {"name": item.head["name"]} if item.kind == _CALL else {}
-            events = [{"type": name, **at, **own, "arguments": whole["arguments"]}]
+            given = given_to(item.kind)
+            events = [{"type": name, **at, **own, given: whole[given]}]
         else:
             part = item.part()
             inside = {**at, "content_index": 0}
@@ -394,6 +405,8 @@ class Output:
         return [*self._begin(_MESSAGE, {"role": "assistant"}), *self._delta(text, logprobs)]
 
     def _begin_call(self, name: str, call_id: str) -> list[Json]:
+        if name in self._custom:
+            return self._begin(_CUSTOM_CALL, {"call_id": call_id, "name": name})
         if name not in self._labels:
             return self._begin(_CALL, {"call_id": call_id, "name": name})
         empty = {"output": None, "error": None, "approval_request_id": None}
@@ -410,14 +423,14 @@ class Output:
         self._space = space
         item = OpenItem(kind, {"type": kind, "id": new_id(kind), **head})
         self._open = item
-        empty = {"arguments": ""} if kind in _CALLS else {"content": []}
+        empty = {given_to(kind): ""} if kind in _CALLS else {"content": []}
         index = len(self.items)
         at = {"item_id": item.head["id"], "output_index": index}
         shown = {**item.head, "status": "in_progress", **empty}
         events = [*ended, _item_event("added", index, shown)]
         if kind == _SERVER_CALL:
             events.append({"type": "response.mcp_call.in_progress", **at})
-        elif kind != _CALL:
+        elif kind not in _CALLS:
             added = {"type": "response.content_part.added", **at, "content_index": 0}
             events.append({**added, "part": item.part()})
         return events

@@ -13,6 +13,7 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list, is_object
 from banyan.server.errors import Json
+from banyan.server.openai.custom_tools import CUSTOM
 from banyan.server.openai.schema import Report, typed
 from banyan.server.tool_servers.base import (
     ServerTool,
@@ -28,7 +29,9 @@ MAX_CALLS = 64
 MAX_TURNS = 16
 """How many calls tool servers answer for one response, and how often the model is asked anew."""
 
-_NOT_A_FUNCTION = "the model is not shown it: this server offers functions and tools of type mcp"
+_NOT_A_FUNCTION = (
+    "the model is not shown it: this server offers functions, custom tools and tools of type mcp"
+)
 _INVALID_PARAMS = -32602
 """JSON-RPC: the arguments do not fit."""
 
@@ -88,6 +91,12 @@ class Offered:
     shown: Sequence[Shown] = ()
 
     @property
+    def custom(self) -> frozenset[str]:
+        """Names of the tools that take a text."""
+        inner = (tool[CUSTOM] for tool in self.functions if tool["type"] == CUSTOM)
+        return frozenset(str(one.get("name")) for one in inner if is_object(one))
+
+    @property
     def labels(self) -> dict[str, str]:
         """Label of the tool server for each of its tools."""
         return {tool.name: one.label for one in self.shown for tool in one.tools}
@@ -113,6 +122,10 @@ def offered_tools(given: Sequence[Json], servers: ToolServers, report: Report) -
         elif kind == "function":
             function = {k: v for k, v in tool.items() if k != "type" and v is not None}
             functions.append({"type": "function", "function": function})
+        elif kind == CUSTOM:
+            functions.append(
+                {"type": CUSTOM, CUSTOM: {k: v for k, v in tool.items() if k != "type"}}
+            )
         elif not isinstance(kind, str):
             raise RequestError(f"{where} must be an object with a type", param=where)
         else:
@@ -189,7 +202,7 @@ def chat_choice(choice: str | Json | None, offered: Offered) -> object:
             raise _bad_choice("give the name of a tool too, where other tools are offered")
         if not any(tool.name == name for tool in one.tools):
             raise _bad_choice(f"{str(name)[:80]!r} is no tool of {label!r}")
-    elif kind != "function":
+    elif kind not in ("function", CUSTOM):
         raise RequestError(
             f"tool_choice of type {str(kind)[:40]!r} is not available; "
             "give auto, none, required, a function or a tool of type mcp",
