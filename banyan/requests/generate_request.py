@@ -326,7 +326,7 @@ def _by_prompt(fields: Fields, name: str, num_prompts: int) -> list[list[object]
 def _given(
     value: object, param: str, name: str, media: MediaService, tenant: bytes
 ) -> MediaPart | PreparedItem:
-    """A file (`_part`), or what stands in place of a picture (`given_item`)."""
+    """A file (`_part`), or what the client gives in place of a picture (`given_item`)."""
     if isinstance(value, Mapping) and value.get("format") is not None and _MEDIA[name] == IMAGE:
         return given_item(value, param, media.model, tenant)
     return _part(value, param, name)
