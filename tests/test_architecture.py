@@ -27,7 +27,7 @@ ARROWS = {
     "grammar": "base messages.requests",
     "scheduler": "base config messages kv_cache grammar"
     " lora.scheduling disaggregation.scheduling pipeline.micro_batches",
-    "engine": "base config model_config messages scheduler kv_cache grammar"
+    "engine": "base config formats model_config messages scheduler kv_cache grammar"
     " lora.adapter_files lora.scheduling lora.rules"
     " disaggregation.scheduling disaggregation.peer_pages dp_attention.step_clock"
     " pipeline.micro_batches",

@@ -34,6 +34,7 @@ class DeviceFacts:
         compiles_kernels: its kernels are compiled on this machine, at the first start.
         has_graphs: steps are captured in graphs, which hold memory.
         drafts_trees: draft trees are the default for models that have them.
+        torch_sampler: torch can sample next to the device's own kernel.
         attention: the attention backend of this device alone; "" = none has its name.
         host_tier: None = its pages cannot lie in memory of the host as well.
         chip: the chip of this machine in `config/flags/outcomes.tsv`; None = the device's name.
@@ -48,6 +49,7 @@ class DeviceFacts:
     compiles_kernels: bool = False
     has_graphs: bool = False
     drafts_trees: bool = False
+    torch_sampler: bool = False
     attention: str = ""
     host_tier: HostTierFacts | None = None
     variables: Collection[str] = ()
@@ -56,10 +58,11 @@ class DeviceFacts:
     is_here: Callable[[Environment], bool] | None = None
 
 
-AUTO = DeviceFacts(is_open=True, compiles_kernels=True, drafts_trees=True)
-CPU = DeviceFacts(is_host=True, compiles_kernels=True, drafts_trees=True)
+AUTO = DeviceFacts(is_open=True, compiles_kernels=True, drafts_trees=True, torch_sampler=True)
+CPU = DeviceFacts(is_host=True, compiles_kernels=True, drafts_trees=True, torch_sampler=True)
 CUDA = DeviceFacts(
     has_graphs=True,
+    torch_sampler=True,
     host_tier=HostTierFacts(("kernel", "direct"), ("page_first_direct", "page_first")),
 )
 DEVICES: Table[DeviceFacts] = Table(

@@ -150,6 +150,7 @@ RULES = (
     model.check_json_white_space,
     execution.choose_attention,
     execution.choose_lora_kernels,
+    execution.choose_sampling,
     check_forward_hooks,
     plan_drafts,
     execution.choose_multi_step,

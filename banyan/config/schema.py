@@ -335,6 +335,8 @@ class DeviceConfig:
     """The same for rows of several tokens, and for rows of one; "" = as `attention`."""
     torch_phase: str = ""
     """Phase in which torch attends, for `config/rules/execution.py`: "prefill", "decode" or ""."""
+    sampling: str = ""
+    """"pytorch" = tokens are sampled by torch."""
     exact_head: bool = False
     """Compute logits from fp32 activations."""
     is_deterministic: bool = False

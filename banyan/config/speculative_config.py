@@ -35,6 +35,10 @@ class SpeculativeConfig:
     """Maximum tokens of matched suffix and continuation together."""
     capacity: int = 10_000_000
     """Maximum nodes of NGRAM's trie, `branch` per stored token."""
+    accept_single: float = 1.0
+    """A sampled row accepts a draft of at least this probability; 1 = only what it samples."""
+    accept_total: float = 1.0
+    """A sampled row accepts a draft with its probability divided by this."""
     is_fixed: bool = False
     """Always draft the maximum, instead of adapting to acceptance and cost."""
     draft_source: str = ""

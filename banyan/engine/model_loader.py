@@ -407,6 +407,8 @@ def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
         raw_logprobs=config.schedule.raw_logprobs,
         collects_in_capture=config.device.collects_in_capture,
         profiles_capture=config.device.profiles_capture,
+        accept_single=config.speculative.accept_single,
+        accept_total=config.speculative.accept_total,
         sparsity=config.sparsity,
         reads_all=config.model.is_watched or opened.build.watch is not None,
     )

@@ -30,6 +30,7 @@ from banyan.base.os import is_loopback
 from banyan.config.schema import ParallelConfig
 from banyan.engine.local_processes import LocalEngines, LocalProcesses, LocalRanks
 from banyan.engine.process_spec import ENGINE, ProcessSpec
+from banyan.formats.shards import SAFETENSORS, TORCH
 from banyan.messages.frames import MAX_FRAME_BYTES, FrameSocket
 from banyan.model_config.model_config import ModelConfig
 
@@ -106,7 +107,8 @@ def fingerprint(model_config: ModelConfig) -> str:
     facts = asdict(replace(model_config, path=""))
     digest = hashlib.sha256(msgspec.json.encode(facts, order="sorted"))
     path = Path(model_config.path)
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    both = (file for kind in (SAFETENSORS, TORCH) for file in path.glob(kind.pattern))
+    files = [path] if path.is_file() else sorted(both)
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name if path.is_dir() else ''}:{size};".encode())

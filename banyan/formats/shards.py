@@ -1,18 +1,22 @@
-"""Lists the weight files of a safetensors folder and checks that they are complete, from the index
-and the headers."""
+"""Lists the weight files of a folder, safetensors or torch's, and checks that they are complete,
+from the index and the headers.
+"""
 
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
+from banyan.formats.mapped import MappedFile
 from banyan.formats.safetensors import SafetensorsFile
+from banyan.formats.torch_file import TorchFile
 
-_INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 << 20
 _AGAIN = "download the model again"
 _AHEAD_BYTES = 2 << 30
@@ -23,24 +27,56 @@ _PARALLEL_BYTES = 8 << 20
 """What one thread reads at a time."""
 
 
+@dataclass(frozen=True)
+class WeightFiles:
+    """How a folder names its weight files: one, or several with an index."""
+
+    single: str
+    pattern: str
+
+    def index_of(self, folder: Path) -> Path | None:
+        index = folder / f"{self.single}.index.json"
+        return index if index.is_file() else None
+
+
+SAFETENSORS = WeightFiles("model.safetensors", "*.safetensors")
+TORCH = WeightFiles("pytorch_model.bin", "pytorch_model*.bin")
+
+
+def has_weights(names: Iterable[str]) -> bool:
+    """Whether files of these names hold weights, other than GGUF."""
+    return any(fnmatch(name, kind.pattern) for name in names for kind in (SAFETENSORS, TORCH))
+
+
+def open_weight_file(path: str, is_mapped: bool = True) -> MappedFile:
+    """Open a file of `weight_files`.
+
+    Raises:
+        ModelError: it is damaged, or not to be trusted.
+    """
+    opened = TorchFile if path.endswith(".bin") else SafetensorsFile
+    return opened.open(path, is_mapped)
+
+
 def weight_files(folder: str) -> list[Path]:
-    """The safetensors files of a folder, in the order of its index if it has one.
+    """The weight files of a folder, in the order of its index if it has one: safetensors, or the
+    files of torch.save if there are none.
 
     Raises:
         ModelError: there is none, or the index is damaged or names a file that is missing.
     """
     path = Path(folder)
-    if (path / _INDEX).is_file():
-        return [path / name for name in dict.fromkeys(_weight_map(path / _INDEX).values())]
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
-        raise ModelError(
-            f"{printable(folder)!r} holds no *.safetensors file",
-            hint="name a .gguf file or a folder with safetensors weights",
-        )
-    return found
+    for kind in (SAFETENSORS, TORCH):
+        if index := kind.index_of(path):
+            return [path / name for name in dict.fromkeys(_weight_map(index).values())]
+        if (path / kind.single).is_file():
+            return [path / kind.single]
+        if found := sorted(path.glob(kind.pattern)):
+            return found
+    raise ModelError(
+        f"{printable(folder)!r} holds no *.safetensors file",
+        hint="name a .gguf file or a folder with safetensors weights",
+    )
 
 
 def tensor_names(folder: str) -> list[str]:
@@ -49,11 +85,11 @@ def tensor_names(folder: str) -> list[str]:
     Raises:
         ModelError: a file is damaged or missing.
     """
-    if not any(name.endswith(".safetensors") for name in os.listdir(folder)):
+    if not has_weights(os.listdir(folder)):
         return []
     names: list[str] = []
     for file in weight_files(folder):
-        with SafetensorsFile.open(str(file)) as opened:
+        with open_weight_file(str(file)) as opened:
             names += opened.tensors
     return names
 
@@ -132,10 +168,11 @@ def check_weight_files(folder: str) -> None:
     that the index promises."""
     headers: dict[str, set[str]] = {}
     for file in weight_files(folder):
-        with SafetensorsFile.open(str(file)) as opened:
+        with open_weight_file(str(file)) as opened:
             headers[file.name] = set(opened.tensors)
-    index = Path(folder) / _INDEX
-    if not index.is_file():
+    indexes = (kind.index_of(Path(folder)) for kind in (SAFETENSORS, TORCH))
+    index = next((path for path in indexes if path is not None and headers), None)
+    if index is None or not set(_weight_map(index).values()) <= set(headers):
         return
     for tensor, name in _weight_map(index).items():
         if tensor not in headers[name]:

@@ -39,6 +39,7 @@ from huggingface_hub.utils import (
 
 from banyan.base.errors import CapacityError, ModelError
 from banyan.base.log import logger, printable
+from banyan.formats.shards import has_weights
 from banyan.hub.catalogue import entries, find, megabytes
 from banyan.hub.metadata import (
     MAX_HOPS,
@@ -487,7 +488,7 @@ def _of(repo: CachedRepoInfo) -> Iterator[LocalModel]:
             yield LocalModel(
                 f"{repo.repo_id}/{name}", str(file.file_path), file.size_on_disk, used_s
             )
-    newest = next((revision for revision in by_age if _has_safetensors(revision)), None)
+    newest = next((revision for revision in by_age if _has_weights(revision)), None)
     if newest is not None:
         files = [file for file in newest.files if not file.file_name.endswith(".gguf")]
         size = sum(file.size_on_disk for file in files)
@@ -495,8 +496,8 @@ def _of(repo: CachedRepoInfo) -> Iterator[LocalModel]:
         yield LocalModel(repo.repo_id, str(newest.snapshot_path), size, used_s)
 
 
-def _has_safetensors(revision: CachedRevisionInfo) -> bool:
-    return any(file.file_name.endswith(".safetensors") for file in revision.files)
+def _has_weights(revision: CachedRevisionInfo) -> bool:
+    return has_weights(file.file_name for file in revision.files)
 
 
 def _parts(cache: Path) -> Iterator[LocalModel]:

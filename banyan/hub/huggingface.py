@@ -31,7 +31,7 @@ from banyan.base.errors import BanyanError, ModelError
 from banyan.base.log import logger, printable
 from banyan.config.env import Environment
 from banyan.config.schema import LoadConfig
-from banyan.formats.shards import weight_files
+from banyan.formats.shards import TORCH, has_weights, weight_files
 from banyan.hub.catalogue import meant
 from banyan.hub.downloads import fetch_files
 from banyan.hub.metadata import HubFile, Place, is_safe_name, list_repository
@@ -67,8 +67,8 @@ class Hub:
 
         def fetch() -> str:
             place, files = self._listed(repo)
-            _check_contents(repo, [f.name for f in files])
-            self._fetch(place, [f for f in files if _belongs(f.name)])
+            patterns = _patterns(repo, [f.name for f in files])
+            self._fetch(place, [f for f in files if any(fnmatch(f.name, p) for p in patterns)])
             return str(place.folder / "snapshots" / place.commit)
 
         return self._brought(fetch, lambda: self._whole_snapshot(repo))
@@ -231,14 +231,13 @@ def _patience(error: Exception) -> str:
     return f", wait {said} s" if said.isdecimal() else ""
 
 
-def _belongs(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in MODEL_FILES)
-
-
-def _check_contents(repo: str, names: Sequence[str]) -> None:
-    """Refuse a repository without usable weights before anything large is fetched."""
+def _patterns(repo: str, names: Sequence[str]) -> Sequence[str]:
+    """Names of the files that are fetched; a repository without usable weights is refused before
+    anything large is fetched."""
     if any(name.endswith(_WEIGHTS[0]) for name in names):
-        return
+        return MODEL_FILES
+    if has_weights(names):
+        return (*MODEL_FILES, TORCH.pattern)
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf:
         raise ModelError(

@@ -28,7 +28,7 @@ class ContentKind:
     PATCHES = "patches"
     """uint8 [patches, temporal_patch · 3 · patch · patch], in the order of the tower."""
     MEL = "mel"
-    """float16 [bands, frames]: mel spectrogram."""
+    """float16 [windows, bands, frames]: mel spectrograms of consecutive windows."""
 
     ALL = (FEATURES, PATCHES, MEL)
 
@@ -53,6 +53,9 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = ContentKind.FEATURES
     is_mutual: bool = False
     """The places attend to each other in both directions."""
+    token: int | None = None
+    """Id that the model has at the places of a content that it reads by cross attention, from
+    every later place too; None = the places take the feature rows."""
 
     @property
     def end(self) -> int:
@@ -72,7 +75,8 @@ class Content(msgspec.Struct, frozen=True, omit_defaults=True):
     data: bytes
     """b"" = the engine has it."""
     grid: tuple[int, int, int]
-    """(t, h, w) in patches before merging; (1, 1, frames) for MEL, (1, 1, rows) for FEATURES."""
+    """(t, h, w) in patches before merging; (windows, bands, frames with sound) for MEL; (1, 1,
+    rows) for FEATURES."""
     rows: int
     """Feature rows that it becomes."""
 

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
+from banyan.formats.shards import has_weights
 from banyan.model_config.from_gguf import read_gguf
 from banyan.model_config.from_hf import read_hub_folder
 from banyan.model_config.model_config import ModelConfig
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "*.tiktoken")
 """Files that are fetched from a repository: safe weights, configuration, tokenizer, template."""
 
 
@@ -52,10 +53,10 @@ def read_model_config(
         raise ModelError(f"there is no model at {printable(path)!r}", hint="check the path")
     names = sorted(os.listdir(path))
     gguf = [name for name in names if name.endswith(".gguf")]
-    has_safetensors = any(name.endswith(".safetensors") for name in names)
-    if load_format == "gguf" or (load_format == "auto" and gguf and not has_safetensors):
+    is_folder = has_weights(names)
+    if load_format == "gguf" or (load_format == "auto" and gguf and not is_folder):
         return read_gguf(_the_one_gguf(path, gguf), overrides)
-    if not has_safetensors and load_format != "dummy":
+    if not is_folder and load_format != "dummy":
         raise _without_weights(path, names)
     return read_hub_folder(path, overrides, with_media=with_media, config_file=config_file)
 
@@ -101,13 +102,13 @@ def _without_weights(path: str, names: list[str]) -> ModelError:
     if any(name.endswith(PICKLED) for name in names):
         return pickled(path)
     return ModelError(
-        f"{printable(path)!r} holds no *.safetensors and no *.gguf",
+        f"{printable(path)!r} holds no *.safetensors, no pytorch_model*.bin and no *.gguf",
         hint="check the path, or use --load-format dummy for random weights",
     )
 
 
 def pickled(source: str) -> ModelError:
-    """The error for weights in pickled files, which can run code when they are opened."""
+    """The error for weights in pickled files of other names than torch's for models."""
     name = printable(source)
     return ModelError(
         f"{name!r} keeps its weights in pickled files (.bin, .pt), which can run code when opened",

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from banyan.base.errors import ConfigError, ModelError
+from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import logger, printable
 from banyan.config.env import Environment
@@ -21,7 +21,7 @@ from banyan.config.schema import Config, LoadConfig, SpeculativeConfig
 from banyan.families import FAMILIES
 from banyan.families.base import MAX_WIDTH
 from banyan.hub.sources import fetch
-from banyan.model_config.checkpoint import PICKLED, read_model_config
+from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.model_config import FULL, DraftModelFields, ModelConfig
 
@@ -274,14 +274,6 @@ def eagle_model_config(
             + (f" of {kind}'s kind" if kind else ""),
             hint=f"use --speculative-algorithm {kind}" if kind else _WITHOUT_EAGLE,
         )
-    if _is_pickled(model.path):
-        raise ModelError(
-            f"{name} keeps its weights in a pickle, which can run code when opened",
-            hint="on a machine you trust with it, run in that folder, once: python -c 'import "
-            "torch; from safetensors.torch import save_file; save_file({k: v.contiguous() for k, "
-            'v in torch.load("pytorch_model.bin", weights_only=True).items()}, '
-            '"model.safetensors")\'',
-        )
     model_config = read_model_config(
         model.path,
         model.load_format,
@@ -336,12 +328,6 @@ def _eagle_kind(fields: Mapping[str, object], asked: str) -> str:
     if len(kinds) > 1:  # both algorithms use Llama's class name
         return _EAGLE3 if "draft_vocab_size" in fields else asked
     return kinds[0] if kinds else ""
-
-
-def _is_pickled(folder: str) -> bool:
-    names = os.listdir(folder)
-    has_others = any(name.endswith((".safetensors", ".gguf")) for name in names)
-    return not has_others and any(name.endswith(PICKLED) for name in names)
 
 
 def _eagle3_fields(

@@ -239,6 +239,25 @@ def draw(
     return int(np.searchsorted(mass, int(mass[-1]) * at >> _QUANTILE_BITS, side="right"))
 
 
+def relaxed_token(
+    token: int, draft: int, weight: np.ndarray, at: int, single: float, total: float
+) -> int:
+    """`draft` where the thresholds accept it in place of the sampled `token`, else that.
+
+    A draft of probability p is accepted if p >= single, else with the probability p / total.
+
+    Args:
+        weight: as `support` gives it.
+        at: in [0, 2**64), another quantile than the one that `token` was drawn at.
+    """
+    p = int(weight[draft]) / int(weight.sum())
+    if token == draft or p >= single and p > 0:
+        return draft
+    wanted = min(1.0, p / total) if total > 0 else float(p > 0)
+    # The draft was not sampled, which has the probability 1 - p: the rest is accepted here.
+    return draft if at * (1 - p) < (wanted - p) * (1 << _QUANTILE_BITS) else token
+
+
 def penalise(
     logits: np.ndarray,
     tokens: np.ndarray,

@@ -13,6 +13,9 @@ from banyan.requests.prompts import check_total
 from banyan.requests.request_spec import ALL_HIDDEN, RequestSpec
 from banyan.requests.sampling_params import Limits
 
+OWN_ROUTES = ("probe", "warm-up")
+"""Requests of the server itself."""
+
 
 def check_spec(request: RequestSpec, limits: Limits, has_tokenizer: bool) -> None:
     """Refuse a sequence that this model or server cannot run. Every API's requests come by here.
@@ -35,6 +38,12 @@ def check_spec(request: RequestSpec, limits: Limits, has_tokenizer: bool) -> Non
             "The prompt has the placeholder of a picture, and no picture came with it.",
             code="unsupported_content",
             hint="Send pictures as parts of /v1/chat/completions, or as image_data of /generate.",
+        )
+    if limits.is_transcriber and not request.message.spans and request.route not in OWN_ROUTES:
+        raise RequestError(
+            "This model is served for speech, not for text",
+            code="not_a_generation_model",
+            hint="Use /v1/audio/transcriptions.",
         )
     if not has_tokenizer and (request.text.stop or request.text.stop_regex):
         raise RequestError(

@@ -10,6 +10,7 @@ from banyan.context_parallel.forward import (
 )
 from banyan.layers.build import Build
 from banyan.layers.latent_attention import index_shape
+from banyan.model_config.media import is_cross
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable
 from banyan.ops.bind import BoundOps
@@ -70,7 +71,9 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
             shares=shares,
             branching=config.branching,
             has_adapters=build.adapters is not None,
-            takes_features=model.takes_features and not build.groups.stages.rank,
+            takes_features=model.takes_features
+            and not is_cross(model.model_config.media)
+            and not build.groups.stages.rank,
             has_axes=model.model_config.media is not None and bool(model.model_config.media.axes),
         )
         return StepTensors(context.table, context.store, platform, build.device, sizes)
@@ -143,6 +146,8 @@ def _prunes_outputs(model: Model, build: Build, config: RunnerConfig) -> bool:
 
 def _why_not_captured(model: Model, build: Build, config: RunnerConfig, platform: Platform) -> str:
     """Why steps of this runner cannot be captured; "" = they can."""
+    if is_cross(model.model_config.media):
+        return "each row attends to its own content"
     if build.groups.dp_batch is not None and config.draft_room:
         return "with DP attention, replicas do not exchange how many rows have drafts"
     if config.aux_hidden_layers or config.carried:

@@ -243,6 +243,7 @@ class StepTensors:
             attention=attention.bind(geometry),
             states=BoundStates(self._store, geometry),
             feature_rows=self._feature_rows_of(tokens),
+            cross=self._table.spans.cross_rows(batch.slots, batch.offsets),
             shifts=None if self.shifts is None else self.shifts[:tokens],
             previous_states=None if self.carried is None else self.carried[:tokens],
             aux_hidden_states=self._new_aux_hidden_states(),

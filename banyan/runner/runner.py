@@ -188,6 +188,7 @@ class ModelRunner:
                 self.store,
                 compaction,
                 config.branching,
+                (config.accept_single, config.accept_total),
             )
         self._score_chunk = max(1, CHUNK_ELEMENTS // model_config.vocab_size)
         self._dp_step: DPAttentionStep | None = None
@@ -209,7 +210,7 @@ class ModelRunner:
         self.platform.synchronize()
         self.model: Model | None = model
         if self._features is not None:
-            self._features.tower = model.tower
+            self._features.towers = model.towers
         if not opens:
             return
         model_config = self._model_config
@@ -470,7 +471,7 @@ class ModelRunner:
         samples = bool(batch.wanted & SAMPLE)
         if not samples and (self._dp_step is None or not self._dp_step.has_outputs):
             return None, scores, self._verify(batch, None)
-        sampled, logits = self.forward.next_tokens(), None
+        sampled, logits = None if self._is_relaxed else self.forward.next_tokens(), None
         if sampled is None:
             logits = self.forward.next_logits(batch)
             if not samples:  # the logits were computed for other replicas
@@ -494,6 +495,10 @@ class ModelRunner:
                 logits = sampled.edited_logits(logits)
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return here, scores, verified
+
+    @property
+    def _is_relaxed(self) -> bool:
+        return self._drafting is not None and self._drafting.is_relaxed
 
     def _verify(self, batch: Batch, sampled: Sampled | None) -> Verified | None:
         """Accept or reject drafts, and count the accepted tokens as part of their slots."""
@@ -546,6 +551,9 @@ class ModelRunner:
             failed |= faults
         sampled = self._sampler.sample(logits, slots, positions, masks, where, past)
         tokens = sampled.tokens
+        if self._drafting is not None and self._is_relaxed:
+            tokens = self._drafting.relaxed(batch, tokens, sampled.edited_logits(logits))
+            self._table.enter(*where, tokens)
         if self._ranks.size > 1:
             tokens = self._ranks.broadcast(tokens)
         return replace(sampled, tokens=tokens, failed=sampled.failed | failed)

@@ -31,6 +31,7 @@ class RunnerConfig:
         raw_logprobs: report log-probabilities of the raw logits for outputs.
         collects_in_capture: Python collects garbage while graphs are captured.
         profiles_capture: log which operations the captures spend their time in.
+        accept_single, accept_total: as in SpeculativeConfig.
         sparsity: which rows attend to few tokens.
         reads_all: hidden states or expert choices are read for every token, on at least one rank.
     """
@@ -54,6 +55,8 @@ class RunnerConfig:
     raw_logprobs: bool = False
     collects_in_capture: bool = False
     profiles_capture: bool = False
+    accept_single: float = 1.0
+    accept_total: float = 1.0
     sparsity: SparsityConfig = SparsityConfig()
 
 

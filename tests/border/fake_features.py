@@ -72,8 +72,8 @@ class FakeFeatures:
             self.failed.discard(number)
         for content in plan.contents:
             require(content.content not in self.made, f"{where}: content comes twice: {content}")
-            is_given = content.kind == ContentKind.FEATURES
-            self.made[content.content] = _Made(content, 0, 1 if is_given else self.limits.blocks)
+            tower = self.limits.tower_of(content.kind)
+            self.made[content.content] = _Made(content, 0, 1 if tower is None else tower.blocks)
             self.failed.discard(content.content)
         for piece in plan.pieces:
             if piece.content in self.failed:

@@ -71,7 +71,7 @@ class PageModel:
 
     prunes_to_outputs = True
     takes_features = False
-    tower = None
+    towers: dict = {}
 
     def __init__(
         self,

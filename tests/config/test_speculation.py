@@ -64,8 +64,11 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
             "--speculative-draft-model-path M",
             "only NGRAM reads it",
         ),
-        ("--speculative-accept-threshold-single 0.9", "only if the model itself would produce it"),
-        ("--speculative-accept-threshold-acc 0.9", "only if the model itself would produce it"),
+        (
+            "--speculative-algorithm NGRAM --speculative-accept-threshold-acc 0.9 "
+            "--enable-deterministic-inference",
+            "answers depend on the drafts",
+        ),
         ("--speculative-algorithm NGRAM --pp-size 2", "stages do not verify"),
         (
             "--speculative-algorithm NGRAM --speculative-ngram-branch-length 2 "

@@ -70,6 +70,13 @@ def test_a_folder_comes_with_its_large_files_checked(tmp_path: Path) -> None:
     assert there == {name: body for name, body in files.items() if name != "pytorch_model.bin"}
 
 
+def test_torch_files_come_where_there_are_no_safetensors(tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "pytorch_model.bin": BODY, "training_args.bin": b"x"}
+    with fake_hub(files, ("pytorch_model.bin",)) as hub:
+        folder = Path(fetch(LoadConfig(REPO), hub.environment(tmp_path)))
+    assert {path.name for path in folder.iterdir()} == {"config.json", "pytorch_model.bin"}
+
+
 @pytest.mark.parametrize("stalls", [False, True])
 def test_a_cut_in_the_middle_goes_on_where_it_was(
     tmp_path: Path, hub: FakeHub, stalls: bool, monkeypatch: pytest.MonkeyPatch

@@ -193,11 +193,11 @@ def test_a_model_that_brings_its_own_code_is_refused(tmp_path: Path) -> None:
 
 def test_pickled_weights_are_refused_with_the_conversion(tmp_path: Path) -> None:
     folder(tmp_path, LLAMA)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.pt")
     with pytest.raises(ModelError, match="save_pretrained"):
         read_model_config(str(tmp_path))
     with pytest.raises(ModelError, match="save_pretrained"):
-        read_model_config(str(tmp_path / "pytorch_model.bin"))
+        read_model_config(str(tmp_path / "weights.pt"))
 
 
 def test_a_folder_without_weights_is_refused_unless_they_are_to_be_random(tmp_path: Path) -> None:

@@ -301,15 +301,6 @@ def test_eagle3_needs_a_model(tmp_path):
         resolved(*named)
 
 
-def test_a_draft_model_in_a_pickle_is_refused_with_the_way_to_convert_it(models):
-    words = models(LLAMA, EAGLE3)
-    weights = Path(words[3], "model.safetensors")
-    weights.rename(weights.with_name("pytorch_model.bin"))
-    with pytest.raises(BanyanError, match="keeps its weights in a pickle") as refused:
-        resolved(*words[:4], "--speculative-algorithm", "EAGLE3")
-    assert "weights_only=True" in str(refused.value.hint)
-
-
 def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
     named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "EAGLE")
     assert resolved(*named).speculative.is_mtp

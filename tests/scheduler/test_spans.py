@@ -10,10 +10,10 @@ from banyan.messages.plan import PieceFailure
 from banyan.messages.requests import Abort, Generate
 from banyan.messages.sampling_params import SamplingParams
 from banyan.messages.spans import Content, ContentKind, Span, ids_with_spans
-from banyan.scheduler.spans import ContentLimits, last_end
+from banyan.scheduler.spans import ContentLimits, TowerWork, last_end
 from tests.scheduler.driver import Driver
 
-LIMITS = ContentLimits(pool_rows=20, blocks=6, patch_work=1, token_work=1)
+LIMITS = ContentLimits(pool_rows=20, towers=(TowerWork(ContentKind.PATCHES, 6, patch_work=1),))
 
 
 def request(name: str, text: int, rows: int, content: str, new: int = 2) -> Generate:

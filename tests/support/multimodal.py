@@ -36,7 +36,8 @@ _CHAT = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}\
 {% for part in message.content %}{% if part.type == 'image' %}IMAGE\
-{% elif part.type == 'video' %}VIDEO{% elif part.type == 'text' %}{{ part.text }}{% endif %}\
+{% elif part.type == 'video' %}VIDEO{% elif part.type == 'audio' %}SOUND\
+{% elif part.type == 'text' %}{{ part.text }}{% endif %}\
 {% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -50,7 +51,7 @@ class Recipe:
         name: of its classes in transformers.
         text, vision: changes of the text part, and the tower.
         tokens: key in config.json -> special token.
-        image, video: what the template writes for a part.
+        image, video, sound: what the template writes for a part.
         files: further files of the folder, without ".json".
         outer: further fields of config.json.
     """
@@ -61,6 +62,7 @@ class Recipe:
     tokens: Mapping[str, str]
     image: str
     video: str = ""
+    sound: str = ""
     files: Mapping[str, object] = field(default_factory=dict[str, object])
     outer: Mapping[str, object] = field(default_factory=dict[str, object])
 
@@ -377,6 +379,7 @@ def write_tokenizer(folder: Path, specials: tuple[str, ...], recipe: Recipe) -> 
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in specials])
     tokenizer.save(str(folder / "tokenizer.json"))
     template = _CHAT.replace("IMAGE", recipe.image).replace("VIDEO", recipe.video)
+    template = template.replace("SOUND", recipe.sound)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|bos|>",

@@ -392,6 +392,17 @@ def test_kept_weights_are_resumed_without_their_files(tiny_model: Path, tmp_path
         assert it.generate(input_ids=PROMPT, sampling_params=EIGHT)["output_ids"] == before
 
 
+def test_torch_samples_when_it_is_named(tiny_model: Path) -> None:
+    lines = kernels_of(tiny_model, sampling_backend="pytorch").splitlines()
+    assert any(line.split() == ["tensor_sampling", "sample"] for line in lines), lines
+    drawn = EIGHT | {"temperature": 1.0, "sampling_seed": 3}
+    found = []
+    for flags in ({}, {"sampling_backend": "pytorch"}):
+        with engine(tiny_model, **flags) as it:
+            found.append(it.generate(input_ids=PROMPT, sampling_params=drawn)["output_ids"])
+    assert found[0] == found[1]
+
+
 def test_torch_attends_when_it_is_named(tiny_model: Path) -> None:
     lines = kernels_of(tiny_model, attention_backend="torch_native").splitlines()
     assert any(x.split() == ["torch_attention", "paged_attention"] for x in lines), lines

@@ -300,6 +300,14 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_torch_attends_in_the_phase_that_is_named",
     ),
     Flag(
+        "sampling-backend",
+        "device.sampling",
+        "pytorch = sample in plain PyTorch, to bisect a wrong answer (slower); default: the "
+        "device's kernel",
+        choices=("pytorch", "ascend", "flashinfer", "intel_xpu"),
+        proof="tests/system/test_flag_effects.py::test_torch_samples_when_it_is_named",
+    ),
+    Flag(
         "enable-double-sparsity",
         "sparsity.is_enabled",
         "rows of one token with a long context attend to few tokens, which a few channels choose; "

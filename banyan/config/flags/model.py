@@ -48,12 +48,12 @@ FLAGS = (
         "model.load_format",
         "format of the weights; dummy = random weights of the right shapes",
         choices=("auto", "safetensors", "gguf", "dummy"),
-        translate=(("layered", "auto"),),
+        translate=(("layered", "auto"), ("pt", "auto")),
         elsewhere=(
             Elsewhere(
-                "pt npcache bitsandbytes sharded_state presharded mistral flash_rl remote "
+                "npcache bitsandbytes sharded_state presharded mistral flash_rl remote "
                 "remote_instance fastsafetensors instanttensor expert_pack private runai_streamer",
-                "weights are read from safetensors and GGUF files only",
+                "weights are read from safetensors, GGUF and torch files",
                 "convert them to safetensors, or use a GGUF file",
             ),
         ),

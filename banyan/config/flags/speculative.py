@@ -1,7 +1,7 @@
 """Speculative decoding flags: draft source and number of drafts."""
 
 from banyan.config.flags.device import ATTENTION
-from banyan.config.flags.flag import INT, SWITCH, Elsewhere, Flag
+from banyan.config.flags.flag import FLOAT, INT, SWITCH, Elsewhere, Flag
 from banyan.model_config.quantization import spellings
 
 FLAGS = (
@@ -64,6 +64,25 @@ FLAGS = (
         low=1,
         high=64,
         proof="tests/model_config/test_draft_model.py::test_a_tree_has_as_many_drafts_as_all_three_flags_say",
+    ),
+    Flag(
+        "speculative-accept-threshold-single",
+        "speculative.accept_single",
+        "sampled answers accept every draft of at least this probability, which changes them; 1 = "
+        "only what the model samples",
+        kind=FLOAT,
+        low=0.0,
+        high=1.0,
+        proof="tests/runner/speculative/test_thresholds.py::test_a_low_threshold_accepts_every_draft",
+    ),
+    Flag(
+        "speculative-accept-threshold-acc",
+        "speculative.accept_total",
+        "sampled answers accept a draft with its probability divided by this, which changes them",
+        kind=FLOAT,
+        low=0.0,
+        high=1.0,
+        proof="tests/runner/speculative/test_thresholds.py::test_a_low_threshold_accepts_every_draft",
     ),
     Flag(
         "disable-adaptive-drafts",

@@ -147,6 +147,12 @@ draft_path = _flag("speculative-draft-model-path", lambda c: bool(c.speculative.
 block_size = _flag("speculative-dflash-block-size", lambda c: c.speculative.block_size)
 
 
+def relaxed(config: Config, _: ModelConfig | None) -> str:
+    speculative = config.speculative
+    is_on = (speculative.accept_single, speculative.accept_total) != (1.0, 1.0)
+    return "--speculative-accept-threshold-*" if is_on else ""
+
+
 def draft_tree(config: Config, _: ModelConfig | None) -> str:
     return branching_flag(config.speculative)
 
@@ -368,6 +374,7 @@ CONFLICTS = (
         "it drafts without a model",
         "leave the model out, or use --speculative-algorithm STANDALONE",
     ),
+    Conflict(relaxed, deterministic, "answers depend on the drafts", _LEAVE_ONE),
     Conflict(draft_model, memory_saver, "draft weights are not released", _LEAVE_ONE),
     # Several decode steps in one plan. While their number is open, these make it 1 instead.
     Conflict(multi_step, drafting, "drafts are verified step by step", _LEAVE_ONE),

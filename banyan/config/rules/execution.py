@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.rules.conflicts import reason_for_one_step
 from banyan.config.schema import Config, DeviceConfig
@@ -104,6 +105,16 @@ def choose_lora_kernels(
         return config
     kernels = {"adapt": "reference", "adapt_rows": "reference", **device.kernels}
     log.info("set kernels=%s because --lora-backend %s", kernels, config.lora.backend)
+    return replace(config, device=replace(device, kernels=kernels))
+
+
+def choose_sampling(config: Config, model_config: ModelConfig, environment: Environment) -> Config:
+    """Sample in plain PyTorch if --sampling-backend pytorch asks for it."""
+    device = config.device
+    if device.sampling != "pytorch" or not facts_of(config).torch_sampler:
+        return config
+    kernels = {"sample": "tensor_sampling:sample", **device.kernels}
+    log.info("set kernels=%s because --sampling-backend pytorch", kernels)
     return replace(config, device=replace(device, kernels=kernels))
 
 

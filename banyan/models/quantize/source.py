@@ -13,8 +13,7 @@ from banyan.families.names import NameMap
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.headers import HeaderEntry
 from banyan.formats.mapped import MappedFile, TensorInfo
-from banyan.formats.safetensors import SafetensorsFile
-from banyan.formats.shards import files_of_weights
+from banyan.formats.shards import files_of_weights, open_weight_file
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.checkpoint_layouts import halves_of
 from banyan.models.weights.names import is_projection, place_of, split_numbers
@@ -107,7 +106,7 @@ class SourceCheckpoint:
         if self._open is None or self._opened != path:
             self.close()
             opened = GGUFFile.open(str(path), has_words=False) if self.is_gguf else None
-            self._open = opened or SafetensorsFile.open(str(path))
+            self._open = opened or open_weight_file(str(path))
             self._opened = path
         return self._open
 

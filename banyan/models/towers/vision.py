@@ -6,7 +6,7 @@ nothing else, and pieces compute what the whole does.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,20 +68,20 @@ class Tower(Protocol):
     blocks: int
     width: int
 
-    def begin(self, content: Tensor, grid: Grid) -> TowerState:
-        """content: uint8 [patches, values of a patch], in the order of `patch_grid`."""
+    def begin(self, content: Tensor, grid: Grid) -> Any:
+        """The state of one item; only this tower reads it.
+
+        content: uint8 [patches, values of a patch], in the order of `patch_grid`, or fp32
+        [windows, bands, frames].
+        """
         ...
 
-    def run(self, state: TowerState, first_block: int, blocks: int) -> None:
+    def run(self, state: Any, first_block: int, blocks: int) -> None:
         """Run some blocks; the first is the one after the last that was run."""
         ...
 
-    def end(self, state: TowerState) -> Tensor:
+    def end(self, state: Any) -> Tensor:
         """After all blocks; returns the feature rows, [rows, width]."""
-        ...
-
-    def cost(self, grid: Grid) -> int:
-        """Multiply-adds of one block, the mean over all blocks."""
         ...
 
 
@@ -252,7 +252,7 @@ class VisionTower(nn.Module):
 
     def __init__(self, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
-        assert model_config.media is not None
+        assert model_config.media is not None and model_config.media.tower is not None
         self.model_config = model_config
         self.config = config = model_config.media.tower
         self.dtype, self.device = build.dtype, build.device
@@ -324,7 +324,7 @@ class VisionTower(nn.Module):
         return torch.cat([rows, *state.deep], dim=1)
 
     def cost(self, grid: Grid) -> int:
-        """See `Tower`."""
+        """Multiply-adds of one block, the mean over all blocks."""
         config = self.config
         frames, height, width = grid
         patches = frames * height * width

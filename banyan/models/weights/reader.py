@@ -19,8 +19,7 @@ from banyan.base.memory import give_back
 from banyan.base.table import load_named
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile, TensorInfo
-from banyan.formats.safetensors import SafetensorsFile
-from banyan.formats.shards import weight_files
+from banyan.formats.shards import open_weight_file, weight_files
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.weights.quant.base import Stored
 from banyan.ops.stored import RAW_TYPES, RawTensor, StoredWeight
@@ -47,7 +46,7 @@ def read_tensors(model_config: ModelConfig, is_mapped: bool = True) -> Iterator[
     opened: Callable[[str, bool], MappedFile] = (
         partial(GGUFFile.open, has_words=False)
         if model_config.format == "gguf"
-        else SafetensorsFile.open
+        else open_weight_file
     )
     seen: dict[str, str] = {}
     files = _files(model_config)
@@ -96,7 +95,7 @@ def tensor_types(model_config: ModelConfig) -> dict[str, str]:
     """
     types: dict[str, str] = {}
     for path in _files(model_config):
-        with SafetensorsFile.open(str(path)) as file:
+        with open_weight_file(str(path)) as file:
             types |= {name: tensor.type for name, tensor in file.tensors.items()}
     return types
 

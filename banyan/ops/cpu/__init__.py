@@ -53,7 +53,7 @@ KERNELS = {
     ],
     "adapt": [f"{_HERE}.lora:adapt"],
     "adapt_rows": [f"{_HERE}.lora:adapt_rows"],
-    "sample": [f"{_HERE}.sampling:sample"],
+    "sample": [f"{_HERE}.sampling:sample", "banyan.ops.tensor_sampling:sample"],
     "logprobs": [f"{_HERE}.sampling:logprobs"],
     **{op: [f"{_HERE}.rows:{op}"] for op in _ROWS},
     **{op: [f"{_HERE}.state:{op}"] for op in _STATES},

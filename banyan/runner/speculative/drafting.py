@@ -22,6 +22,7 @@ from banyan.base.draft_tree import accepted_path, is_chain
 from banyan.messages.control_ops import ControlOp
 from banyan.messages.plan import Row, StepPlan
 from banyan.model_config.model_config import STATE
+from banyan.ops.sampling import quantile, relaxed_token, support
 from banyan.runner.batch import Batch
 from banyan.runner.control_ops import Finish, RankReply
 from banyan.runner.draft_trees import Compaction
@@ -29,6 +30,9 @@ from banyan.runner.forward import Forward
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative import Drafter, Tree
+
+_OTHER = 0x5851_F42D_4C95_7F2D
+"""Makes another stream of random numbers of a seed."""
 
 
 class TargetHiddenStates:
@@ -147,6 +151,7 @@ class Drafting:
         store: its states are rolled back when drafts are rejected.
         compaction: moves accepted tree tokens to their positions; None = drafts are chains.
         branching: longest path of a draft tree, including the newest token; 0 = chains.
+        thresholds: `accept_single` and `accept_total` of RunnerConfig.
     """
 
     def __init__(
@@ -157,7 +162,9 @@ class Drafting:
         store: KVStore | None = None,
         compaction: Compaction | None = None,
         branching: int = 0,
+        thresholds: tuple[float, float] = (1.0, 1.0),
     ) -> None:
+        self._thresholds = thresholds
         self._drafter = drafter
         self._table = table
         self._target_hidden = target_hidden
@@ -191,6 +198,48 @@ class Drafting:
             return RankReply("Cache flushed.")
 
         return flush
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether drafts are accepted that were not sampled."""
+        return self._thresholds != (1.0, 1.0)
+
+    def relaxed(self, batch: Batch, tokens: Tensor, edited: Tensor) -> Tensor:
+        """The sampled tokens, with drafts in the places where the thresholds accept them.
+
+        tokens: [outputs] int64; edited: [outputs, vocab], the logits that they were chosen from.
+        """
+        found = tokens.cpu().numpy().copy()  # sync: drafts are verified on the host
+        end, sampling = 0, batch.sampling.tolist()
+        while end < len(found):
+            at, first = sampling[end], end
+            row = batch.rows[at]
+            end += row.drafts + 1
+            params = self._table.params[row.slot]
+            if params["greedy"]:
+                continue
+            guessed = self._table.drafts.get(row.slot, [])[: row.drafts]
+            is_tree = at in batch.branches
+            parents = self._table.parents.get(row.slot, []) if is_tree else range(-1, row.drafts)
+            filters = [params[name].item() for name in ("temperature", "top_k", "top_p", "min_p")]
+            children: dict[int, list[int]] = {}
+            for parent, draft in zip(parents, guessed, strict=False):
+                children.setdefault(first + parent + 1, []).append(draft)
+            for place, drafts in children.items():
+                logits = edited[place].float().cpu().numpy()
+                if int(found[place]) in drafts or not np.isfinite(logits.max()):
+                    continue
+                weight = support(logits, *filters)
+                # Another number than the one that the token was drawn with.
+                at_random = quantile(int(params["seed"]) ^ _OTHER, int(batch.to_positions[place]))
+                for draft in drafts:
+                    token = relaxed_token(
+                        int(found[place]), draft, weight, at_random, *self._thresholds
+                    )
+                    if token == draft:
+                        found[place] = draft
+                        break
+        return torch.from_numpy(found).to(tokens.device)
 
     def verify(self, batch: Batch, sampled: Tensor | None) -> Verified:
         """Enter the accepted tokens into the slot table and pass them to the drafter.

@@ -253,6 +253,8 @@ DECODE = {
     "num_reserved_decode_tokens": 8,
 }
 EAGLE = {
+    "speculative_accept_threshold_single": 0.5,
+    "speculative_accept_threshold_acc": 0.5,
     "speculative_algorithm": "EAGLE",
     "speculative_num_steps": 2,
     "speculative_eagle_topk": 2,
