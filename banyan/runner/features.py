@@ -278,8 +278,6 @@ class SpanTable:
     ) -> list[tuple[int, Tensor]]:
         """Feature rows that the tokens of a batch take: (first token, rows), in any order."""
         assert self.features is not None
-        if self.features.form.is_cross:
-            return []
         found: list[tuple[int, Tensor]] = []
         for slot, start, end, at in zip(
             *(each.tolist() for each in (slots, starts, ends, offsets[:-1])), strict=True

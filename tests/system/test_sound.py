@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import os
+import wave
 from array import array
 from contextlib import aclosing
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, WhisperForConditionalGeneration
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from banyan.base.errors import RequestError
@@ -28,6 +31,7 @@ from banyan.runner.sampler import LogitContext, transcript_logits
 from tests.support.sound import (
     BANDS,
     PAD,
+    RATE,
     WINDOW,
     rounded_mel,
     samples,
@@ -48,11 +52,11 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": OUTPUT, "ignore_eos": True}
 
 
 def spec(name: str, mel: np.ndarray, ids: list[int], count: int = OUTPUT) -> RequestSpec:
-    """A sequence of Whisper's over one window."""
+    """A sequence of Whisper's over one window. mel: [bands, frames]."""
     data = mel.astype(np.float16).tobytes()
     digest = sha256(data).digest()
-    grid = (1, 80, WINDOW)
-    content = Content(digest, ContentKind.MEL, data, grid, WINDOW // 2)
+    grid = (1, *mel.shape)
+    content = Content(digest, ContentKind.MEL, data, grid, mel.shape[1] // 2)
     span = Span(0, 1, digest, kind=ContentKind.MEL, token=ids[0])
     sampling = SamplingParams(max_new_tokens=count, temperature=0.0)
     return spec_of(RequestId(name), ids, sampling, spans=(span,), contents=(content,))
@@ -76,12 +80,14 @@ def ask(engine: Engine, asked: list[RequestSpec]) -> list[list[int]]:
     return engine._loop.run(all_of_them())
 
 
-def greedy(model: torch.nn.Module, mel: torch.Tensor, ids: list[int]) -> list[int]:
+def greedy(
+    model: torch.nn.Module, mel: torch.Tensor, ids: list[int], count: int = OUTPUT
+) -> list[int]:
     """Transformers' tokens."""
     found = torch.tensor([ids])
     with torch.no_grad():
         states = model.model.encoder(mel)
-        for _ in range(OUTPUT):
+        for _ in range(count):
             logits = model(encoder_outputs=states, decoder_input_ids=found).logits
             found = torch.cat([found, logits[:, -1:].argmax(-1)], dim=1)
     return found[0, len(ids) :].tolist()
@@ -105,6 +111,21 @@ def test_whisper_has_the_tokens_of_transformers_alone_and_in_company(tmp_path) -
         mel, ids = cases[1][0], cases[0][1]
         expected = greedy(reference, mel, ids)
         assert ask(engine, [spec("other", mel[0].numpy(), ids)]) == [expected]
+
+
+def test_a_published_whisper_has_the_words_of_transformers() -> None:
+    """Set BANYAN_TEST_MODELS to a folder with `whisper-base` and `speech.wav` (16 kHz)."""
+    folder = Path(os.environ.get("BANYAN_TEST_MODELS", "nowhere"))
+    if not (folder / "whisper-base").is_dir() or not (folder / "speech.wav").is_file():
+        pytest.skip("no whisper-base and speech.wav: set BANYAN_TEST_MODELS")
+    with wave.open(str(folder / "speech.wav")) as file:
+        values = np.frombuffer(file.readframes(30 * RATE), "<i2").astype(np.float32) / 32768
+    mel = rounded_mel(values, 80, 3000)
+    reference = WhisperForConditionalGeneration.from_pretrained(folder / "whisper-base").eval()
+    ids = [50258, 50259, 50359, 50363]
+    expected = greedy(reference, mel, ids, 60)
+    with Engine(str(folder / "whisper-base"), **FLAGS) as engine:
+        assert ask(engine, [spec("speech", mel[0].numpy(), ids, 60)]) == [expected]
 
 
 @pytest.mark.parametrize("family", ["qwen2_audio", "voxtral"])
