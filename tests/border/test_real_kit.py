@@ -56,7 +56,7 @@ def _copies(change: Callable[[str], str]) -> Defect:
 
 def _seen(window: int) -> Defect:
     """A window layer sees `window` positions more."""
-    bound = reference._Bound
+    bound = reference.PagedStep
 
     def change(self, spec, *more):
         wrong = max(1, spec.window + window) if spec.window else 0
