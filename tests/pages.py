@@ -31,6 +31,7 @@ _ELSEWHERE = {
     "BailingMoeForCausalLM": "test_bailing.py",
     "BailingMoeV2ForCausalLM": "test_bailing.py",
     "Step3TextForCausalLM": "test_step.py",
+    "WhisperForCausalLM": "../system/test_sound.py",
     "gguf/llama": "test_gguf.py",
     "gguf/gpt-oss": "test_gpt_oss.py",
     "gguf/step35": "test_step.py",
@@ -45,14 +46,13 @@ _NESTED_ELSEWHERE = {
     "Step3VLForConditionalGeneration": "test_step.py",
     "Step3p7ForConditionalGeneration": "test_families.py[step 3.7]",
     "InternVLChatModel": "test_nested.py",
+    "WhisperForConditionalGeneration": "../system/test_sound.py",
     "KimiVLForConditionalGeneration": "test_nested.py[kimi k2.5]",
     "KimiK25ForConditionalGeneration": "test_nested.py[kimi k2.5]",
     "Qwen3_5ForConditionalGeneration": "test_families.py",
     "Qwen3_5MoeForConditionalGeneration": "test_families.py",
 }
-_TEXT_ONLY = ("Gemma3ForConditionalGeneration",)
-"""No attention kernel lets the tokens of a picture see each other in both directions."""
-_NESTED_HEAD = "| multimodal class | text model | pictures | weights of its towers |"
+_NESTED_HEAD = "| multimodal class | text model | takes | weights of its towers |"
 
 
 def family_rows() -> list[tuple[str, list[str], list[str], str]]:
@@ -109,7 +109,8 @@ def nested() -> str:
             raise LookupError(f"nothing in tests/models/test_nested.py tries {name}")
         text = f"`{form.text}`" if form.text else "named by its configuration"
         towers = _marked([prefix.rstrip(".") for prefix in form.towers])
-        taken = "yes" if form.tower and name not in _TEXT_ONLY else "–"
+        kinds = {"pictures": form.tower, "sound": form.sound}
+        taken = ", ".join(kind for kind, names in kinds.items() if names) or "–"
         lines.append(f"| `{name}` | {text} | {taken} | {towers} |")
     return "\n".join(lines)
 

@@ -19,17 +19,22 @@ from banyan.kv_cache.hierarchical_cache import StoreRules
 from banyan.kv_cache.sizing import MIB, CacheGroup, MemoryPlan
 from banyan.lora.adapter_files import named_adapters
 from banyan.lora.scheduling import AdapterRules, Adapters, FirstAdapter
+from banyan.messages.spans import ContentKind
+from banyan.model_config.media import SoundTowerConfig, TowerConfig, is_cross
 from banyan.model_config.model_config import FULL, ModelConfig
 from banyan.scheduler.budget import Growth, Priorities, SchedulerLimits
 from banyan.scheduler.schedule_policy import SCHEDULE_POLICIES
 from banyan.scheduler.scheduler import Scheduler
-from banyan.scheduler.spans import ContentLimits
+from banyan.scheduler.spans import ContentLimits, TowerWork
 
 _GIB = 1 << 30
 _LEAST_FOR_ADAPTERS = 64 << 20
 _STAGED_BYTES = 128 << 20
-_TOWER_ROWS = 16384
-"""Feature rows that are kept at least: as many as the largest content of Qwen3-VL has."""
+TOWER_ROWS = 16384
+"""Feature rows of a tower that are kept: as many as the largest content of Qwen3-VL has. Where
+prompts are not cut, as many as the longest prompt may need."""
+_CROSS_BYTES = 2 << 30
+"""Features that decoding reads by cross attention, in fp32. Requests wait for their share."""
 _LEAST_WRITES, _MOST_WRITES = 4, 64
 """Bounds on the pages that are being written to a store; within them, _STAGED_BYTES decides."""
 
@@ -138,7 +143,7 @@ def core_spec(
             ),
             multi_step=schedule.multi_step or 1,
             micro_batch=schedule.micro_batch if schedule.token_gap else 0,
-            content=content_limits(model_config, memory.max_request_tokens),
+            content=content_limits(model_config, memory, is_chunked),
             attention_ratio=attention_ratio(model_config)
             if schedule.shrinks_chunks and config.parallel.pp > 1 and is_chunked
             else 0.0,
@@ -146,32 +151,65 @@ def core_spec(
         order=schedule.policy,
         eviction=config.cache.eviction,
         eviction_numbers=config.cache.eviction_numbers,
-        share=not (config.cache.disable_radix or model_config.needs_whole_prompts),
+        share=not (
+            config.cache.disable_radix
+            or model_config.needs_whole_prompts
+            or is_cross(model_config.media)
+        ),
         store=_store_rules(config.cache, memory) if can_have_store(config, model_config) else None,
         role=config.handoff.role,
         adapters=_adapter_rules(config.lora, loads, most) if config.lora.is_enabled else None,
     )
 
 
-def content_limits(model_config: ModelConfig, max_request_tokens: int) -> ContentLimits:
+def content_limits(
+    model_config: ModelConfig, memory: MemoryPlan, is_chunked: bool
+) -> ContentLimits:
     """The features that a replica keeps, and what it costs to make them."""
     media = model_config.media
     if media is None:
-        return ContentLimits(pool_rows=max_request_tokens)
-    tower = media.tower
+        return ContentLimits(pool_rows=memory.max_request_tokens)
+    towers = [] if media.tower is None else [_patch_work(media.tower)]
+    if media.sound is not None:
+        towers.append(_mel_work(media.sound.tower))
+    layers = range(model_config.num_layers)
+    heads = sum(model_config.heads_of(layer) for layer in layers) * model_config.head_dim
+    inner = sum(model_config.inner_of(layer) for layer in layers)
+    pool_rows = max(TOWER_ROWS, 0 if is_chunked else memory.max_request_tokens)
+    if is_cross(model_config.media) and media.sound is not None:
+        tower = media.sound.tower
+        rows = media.sound.rows(1, tower.window)
+        pool_rows = rows * max(
+            2, min(memory.max_running + 1, _CROSS_BYTES // (4 * rows * tower.out))
+        )
+    return ContentLimits(
+        pool_rows=pool_rows,
+        is_cross=is_cross(model_config.media),
+        towers=tuple(towers),
+        token_work=model_config.hidden_size * (3 * heads + 3 * inner),
+    )
+
+
+def _patch_work(tower: TowerConfig) -> TowerWork:
     matrices = 3 if tower.mlp == "gated" else 2
     seen = 1.0
     if tower.window:  # other blocks see a window, which costs little
         seen = len(tower.full_blocks) / tower.blocks
-    layers = range(model_config.num_layers)
-    heads = sum(model_config.heads_of(layer) for layer in layers) * model_config.head_dim
-    inner = sum(model_config.inner_of(layer) for layer in layers)
-    return ContentLimits(
-        pool_rows=max(_TOWER_ROWS, max_request_tokens),
-        blocks=tower.blocks,
+    return TowerWork(
+        ContentKind.PATCHES,
+        tower.blocks,
         patch_work=tower.width * (4 * tower.width + matrices * tower.inner),
         pair_work=int(2 * tower.width * seen),
-        token_work=model_config.hidden_size * (3 * heads + 3 * inner),
+    )
+
+
+def _mel_work(tower: SoundTowerConfig) -> TowerWork:
+    """Two mel frames become one state."""
+    return TowerWork(
+        ContentKind.MEL,
+        tower.blocks,
+        patch_work=tower.width * (4 * tower.width + 2 * tower.inner) // 2,
+        pair_work=2 * tower.width // 4,
     )
 
 

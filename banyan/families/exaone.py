@@ -39,7 +39,8 @@ def _kinds(fields: CheckpointFields, num_layers: int) -> Kinds:
 
 def _still(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
     """Full layers next to window layers do not rotate."""
-    layers = range(model_config.num_layers) if fields.has("sliding_window") else ()
+    has_window = model_config.window > 0 or fields.has("sliding_window")
+    layers = range(model_config.num_layers) if has_window else ()
     full = tuple(layer for layer in layers if model_config.kind_of(layer) == FULL)
     return replace(model_config, unrotated=full)
 

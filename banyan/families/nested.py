@@ -46,6 +46,8 @@ class NestedForm:
         values: fields of the configuration that this class fixes.
         may_turn_stacks: stacks of experts may have their inputs first, [experts, in, out].
         tower: names of the tower's weights, without "model." in front.
+        sound: the same of the sound tower.
+        parts: parts of names of weights that a tower has although they are in the text model.
     """
 
     towers: tuple[str, ...]
@@ -55,6 +57,8 @@ class NestedForm:
     values: Mapping[str, object] = field(default_factory=dict[str, object])
     may_turn_stacks: bool = False
     tower: NameMap | None = None
+    sound: NameMap | None = None
+    parts: tuple[str, ...] = ()
 
     def text_name(self, name: str) -> str | None:
         """The name that a weight has in a checkpoint of the text model; None = it is left out."""
@@ -69,7 +73,7 @@ class NestedForm:
         """The name of a tower's weight as newer versions of transformers spell it, without "model."
         in front; None = it is of the text."""
         name = name.removeprefix("model.")
-        if not name.startswith(self.towers):
+        if not name.startswith(self.towers) and not any(part in name for part in self.parts):
             return None
         for older, newer in _OLDER.items():
             if name.startswith(older):
@@ -206,6 +210,7 @@ _MISTRAL3_TOWER = NameMap(
     }
 )
 _LLAVA_TOWER = _siglip("vision_tower.", {**_PIXTRAL, **_PROJECTOR})
+_LLAVA_NEXT_TOWER = _siglip("vision_tower.", {**_PROJECTOR, "image_newline": "newline.weight"})
 _GEMMA3_TOWER = _siglip(
     "vision_tower.",
     {
@@ -213,6 +218,7 @@ _GEMMA3_TOWER = _siglip(
         "multi_modal_projector.mm_soft_emb_norm": "merger.norm",
     },
     norm_offset=1.0,
+    is_rms_offset=True,
 )
 _IDEFICS3_TOWER = _siglip("vision_model.", {"connector.modality_projection.proj": "merger.linear"})
 _INTERNVL_BLOCK = "vision_tower.encoder.layer.{}."
@@ -239,6 +245,36 @@ _INTERNVL_TOWER = NameMap(
     }
 )
 
+_SOUND_BLOCK = "audio_tower.layers.{}."
+_SOUND_TOWER = NameMap(
+    {
+        **_PROJECTOR,
+        "multi_modal_projector.linear": "merger.linear",
+        "audio_tower.conv1": "conv_1",
+        "audio_tower.conv2": "conv_2",
+        "audio_tower.embed_positions": "positions",
+        "audio_tower.layer_norm": "last_norm",
+        f"{_SOUND_BLOCK}self_attn_layer_norm": "layers.{}.attention_norm",
+        f"{_SOUND_BLOCK}final_layer_norm": "layers.{}.mlp_norm",
+        f"{_SOUND_BLOCK}self_attn.q_proj": "layers.{}.attention.q",
+        f"{_SOUND_BLOCK}self_attn.k_proj": "layers.{}.attention.k",
+        f"{_SOUND_BLOCK}self_attn.v_proj": "layers.{}.attention.v",
+        f"{_SOUND_BLOCK}self_attn.out_proj": "layers.{}.attention.out",
+        f"{_SOUND_BLOCK}fc1": "layers.{}.mlp.up",
+        f"{_SOUND_BLOCK}fc2": "layers.{}.mlp.down",
+    }
+)
+_WHISPER_TOWER = NameMap(
+    {
+        **{
+            name.replace("audio_tower.", "encoder."): place
+            for name, place in _SOUND_TOWER.modules.items()
+            if name.startswith("audio_tower.")
+        },
+        "decoder.layers.{}.encoder_attn.k_proj": "merger.k.{}",
+        "decoder.layers.{}.encoder_attn.v_proj": "merger.v.{}",
+    }
+)
 
 NESTED: Mapping[str, NestedForm] = {
     "Qwen2VLForConditionalGeneration": NestedForm(_VISUAL, "Qwen2ForCausalLM", tower=_QWEN_TOWER),
@@ -260,7 +296,7 @@ NESTED: Mapping[str, NestedForm] = {
     "Gemma3ForConditionalGeneration": NestedForm(_TOWER, "Gemma3ForCausalLM", tower=_GEMMA3_TOWER),
     "Mistral3ForConditionalGeneration": NestedForm(_TOWER, tower=_MISTRAL3_TOWER),
     "LlavaForConditionalGeneration": NestedForm(_LLAVA, tower=_LLAVA_TOWER),
-    "LlavaNextForConditionalGeneration": NestedForm(_LLAVA),
+    "LlavaNextForConditionalGeneration": NestedForm(_LLAVA, tower=_LLAVA_NEXT_TOWER),
     "LlavaOnevisionForConditionalGeneration": NestedForm(_LLAVA),
     "VipLlavaForConditionalGeneration": NestedForm(_LLAVA),
     "AyaVisionForConditionalGeneration": NestedForm(_TOWER, "Cohere2ForCausalLM"),
@@ -270,8 +306,17 @@ NESTED: Mapping[str, NestedForm] = {
     "LightOnOcrForConditionalGeneration": NestedForm(
         ("vision_encoder.", "vision_projection."), "Qwen3ForCausalLM"
     ),
-    "Qwen2AudioForConditionalGeneration": NestedForm(_SOUND, "Qwen2ForCausalLM"),
-    "VoxtralForConditionalGeneration": NestedForm(_SOUND, "LlamaForCausalLM"),
+    "Qwen2AudioForConditionalGeneration": NestedForm(
+        _SOUND, "Qwen2ForCausalLM", sound=_SOUND_TOWER
+    ),
+    "VoxtralForConditionalGeneration": NestedForm(_SOUND, "LlamaForCausalLM", sound=_SOUND_TOWER),
+    "WhisperForConditionalGeneration": NestedForm(
+        ("encoder.",),
+        "WhisperForCausalLM",
+        prefixes={},
+        sound=_WHISPER_TOWER,
+        parts=(".encoder_attn.k_proj.", ".encoder_attn.v_proj."),
+    ),
     "InternVLForConditionalGeneration": NestedForm(_TOWER, tower=_INTERNVL_TOWER),
     "InternVLChatModel": NestedForm(("vision_model.", "mlp1."), key="llm_config"),
     "SmolVLMForConditionalGeneration": NestedForm(_IDEFICS, tower=_IDEFICS3_TOWER),

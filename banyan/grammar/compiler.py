@@ -17,9 +17,9 @@ from queue import SimpleQueue
 from banyan.base.errors import RequestError
 from banyan.base.fair_share import FairShare
 from banyan.grammar.base import Grammar, Program
-from banyan.grammar.constrained import Constrained
+from banyan.grammar.constrained import AnyText, Constrained
 from banyan.grammar.worker_pool import LIMIT, NEVER, GrammarLimits, GrammarWorkerPool, Read, Words
-from banyan.messages.requests import Constraint
+from banyan.messages.requests import FREE, Constraint
 
 
 @dataclass
@@ -170,7 +170,7 @@ class GrammarCompiler:
 
     def has(self, grammar: str) -> bool:
         """Whether `__call__` answers at once."""
-        return self._cache.get(bare_of(grammar)) is not None
+        return _is_free(grammar) or self._cache.get(bare_of(grammar)) is not None
 
     def prepare(self, grammar: str, caller: bytes = b"") -> None:
         """Compile in the background; RequestError 503 when too many constraints wait.
@@ -227,6 +227,12 @@ class GrammarCompiler:
 
     def __call__(self, grammar: str) -> Grammar:
         """A fresh constraint; compiles on the spot when it is not at hand."""
+        matcher = AnyText() if _is_free(grammar) else self._program(grammar).start()
+        found, masks = Constraint.decode(grammar), self._words.get()[2]
+        text = masks.text(found)
+        return Constrained(matcher, masks, text, found.after, found.budget, found.opening)
+
+    def _program(self, grammar: str) -> Program:
         bare = bare_of(grammar)
         outcome = self._cache.get(bare)
         if outcome is None:
@@ -234,9 +240,7 @@ class GrammarCompiler:
             self._cache.put(bare, outcome)
         if isinstance(outcome, RequestError):
             raise outcome
-        constraint = Constraint.decode(grammar)
-        masks = self._words.get()[2]
-        return Constrained(outcome.start(), masks, masks.text(constraint), constraint.after)
+        return outcome
 
     def close(self) -> None:
         self._quick.close()
@@ -284,6 +288,11 @@ class _Cache:
 def _cost(grammar: str, entry: "Program | RequestError") -> int:
     program = 0 if isinstance(entry, RequestError) else entry.size_bytes
     return _ENTRY_BYTES + 4 * len(grammar) + program
+
+
+def _is_free(grammar: str) -> bool:
+    """Whether there is nothing to compile."""
+    return Constraint.decode(grammar).kind == FREE
 
 
 def bare_of(grammar: str) -> str:

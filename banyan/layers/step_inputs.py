@@ -140,6 +140,20 @@ class FeatureRows:
         return ops.take_rows(x, self.where, self.rows[:, first : first + self.width], True)
 
 
+@dataclass(frozen=True)
+class CrossRow:
+    """A row of a step and the content that it reads by cross attention.
+
+    Attributes:
+        first, end: its tokens.
+        features: [feature rows, width].
+    """
+
+    first: int
+    end: int
+    features: Tensor
+
+
 class AuxHiddenStates:
     """Collects the inputs of some layers (auxiliary hidden states, read by EAGLE-3 and DFlash).
 
@@ -199,6 +213,8 @@ class StepInputs:
         attention: attention bound to this step.
         states: states of recurrent layers.
         feature_rows: rows for the tokens whose ids are placeholders; None = there are none.
+        cross: contents that rows read by cross attention; None = the model has none, or the step
+            is recorded.
         shifts: [tokens, axes] int32, what each axis adds to a position (layers/rotary.py); None =
             positions have no axes.
         previous_states: [tokens, width], the target model's hidden state of the token before each
@@ -213,6 +229,7 @@ class StepInputs:
     attention: StepAttention
     states: StepStates
     feature_rows: FeatureRows | None = None
+    cross: Sequence[CrossRow] | None = None
     shifts: Tensor | None = None
     previous_states: Tensor | None = None
     aux_hidden_states: AuxHiddenStates | None = None

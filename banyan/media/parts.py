@@ -7,7 +7,7 @@ translated. Nothing is fetched or decoded here.
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -61,10 +61,10 @@ class EncodedFile:
 
 @dataclass(frozen=True)
 class MediaPart:
-    """One picture of a request, not fetched yet.
+    """One picture or sound of a request, not fetched yet.
 
     Attributes:
-        kind: IMAGE.
+        kind: IMAGE or AUDIO.
         source: a URL, or the file.
         param: the field that brings it, for errors.
         options: `detail` and limits of its resolution, for `rules.with_options`.
@@ -91,15 +91,38 @@ def is_media(part: object) -> bool:
     return is_object(part) and part.get("type") in MEDIA_TYPES
 
 
-def read_part(part: Mapping[str, object], param: str) -> MediaPart:
-    """The picture that a part of a message brings.
+class PartReader:
+    """Collects the parts of messages that are not text.
+
+    Args:
+        takes: kinds that the model takes.
+
+    Attributes:
+        parts: in order.
+    """
+
+    def __init__(self, takes: Collection[str]) -> None:
+        self._takes = takes
+        self.parts: list[MediaPart] = []
+
+    def read(self, part: Mapping[str, object], param: str) -> str:
+        """Read a part; returns its kind. Raises RequestError as `read_part` does."""
+        self.parts.append(read_part(part, param, self._takes))
+        return self.parts[-1].kind
+
+
+def read_part(
+    part: Mapping[str, object], param: str, takes: Collection[str] = (IMAGE,)
+) -> MediaPart:
+    """The picture or sound that a part of a message brings.
 
     Raises:
-        RequestError: it is sound, video or a document; it has no source; an option is wrong.
+        RequestError: the model does not take its kind; it is a document; it has no source; an
+            option is wrong.
     """
     name = str(part.get("type"))
     kind, members = MEDIA_TYPES[name]
-    if kind in (AUDIO, VIDEO):
+    if kind != FILE and kind not in takes:
         raise not_taken(kind, param)
     found: object = None
     for member in members:
@@ -120,14 +143,20 @@ def read_part(part: Mapping[str, object], param: str) -> MediaPart:
         wanted = members[0] if len(members) == 1 else f"{members[0]} with a url"
         raise RequestError(f"{param}: a part of type {name} needs {wanted}", param="messages")
     source = source_of(found, param)
+    if kind == AUDIO:
+        return MediaPart(AUDIO, source, param)
     if kind == FILE:
         _check_file(found, options, param)
     return MediaPart(IMAGE, source, param, read_options(options, param))
 
 
+NOUNS: Mapping[str, str] = {IMAGE: "pictures", AUDIO: "sounds", VIDEO: "videos"}
+"""Kind -> what several of them are called."""
+
+
 def not_taken(kind: str, param: str) -> RequestError:
-    """The refusal of content that no model here reads."""
-    what = {AUDIO: "sound", VIDEO: "video"}.get(kind, kind)
+    """The refusal of content that the model does not read."""
+    what = {IMAGE: "pictures", AUDIO: "sound", VIDEO: "video"}.get(kind, kind)
     return RequestError(
         f"{param}: this model takes no {what}",
         param="messages",
@@ -212,10 +241,10 @@ def decoded(text: str, param: str) -> bytes:
         data = b"".join(_decoded_pieces(text))
     except (ValueError, UnicodeEncodeError):
         raise RequestError(
-            f"{param}: the base64 of the picture is broken", param="messages", code="invalid_image"
+            f"{param}: its base64 is broken", param="messages", code="invalid_image"
         ) from None
     if not data:
-        raise RequestError(f"{param}: the picture is empty", param="messages", code="invalid_image")
+        raise RequestError(f"{param}: its file is empty", param="messages", code="invalid_image")
     return data
 
 

@@ -1,8 +1,8 @@
 """MediaService: from the parts of a request to contents and token ids.
 
-A request's pictures are fetched, measured by their headers, counted against the limits, and then
-decoded in worker processes (worker.py). The event loop only moves bytes. `NeedsMedia` is how the
-reading of a request, which runs in a thread, reports the parts that it cannot go on without.
+A request's pictures and sounds are fetched, counted against the limits, and then decoded in worker
+processes (worker.py). The event loop only moves bytes. `NeedsMedia` is how the reading of a
+request, which runs in a thread, reports the parts that it cannot go on without.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import hashlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -19,15 +19,17 @@ import msgspec
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.os import num_cores
 from banyan.config.schema import MediaOptions
-from banyan.media.parts import MediaPart
+from banyan.media.parts import AUDIO, IMAGE, NOUNS, MediaPart
 from banyan.media.processes import DecodedPicture, MediaProcesses, PictureTask, WorkerEnded
 from banyan.media.rules import OPTIONS, RULES, Layout, layout_of, with_options
+from banyan.media.sound import DecodedSound, SoundTask
 from banyan.media.sources import SourceLimits, fetch
 from banyan.messages.spans import Content, ContentKind, Span
 from banyan.model_config.media import MediaConfig
 from banyan.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
+D = TypeVar("D", DecodedPicture, DecodedSound)
 
 MAX_PIXELS = 40_000_000
 """Largest picture without `max_image_pixels` in --mm-process-config."""
@@ -41,19 +43,21 @@ _FETCHES = 4
 
 @dataclass(frozen=True)
 class PreparedItem:
-    """One picture, ready for a prompt.
+    """One picture or sound, ready for a prompt.
 
     Attributes:
-        content: its patches, and the digest that every key contains.
-        stretch: ids in place of the placeholder, which is also the id at the feature places.
-        runs: (first, count) of the feature places in `stretch`.
+        content: its patches or spectrogram, and the digest that every key contains.
+        placeholder: id that the prompt has once for it; also the id at the feature places.
+        stretch: ids in place of the placeholder.
+        runs: (first, count, first feature row) of the feature places in `stretch`.
         shape: the merged grid, if there is one run.
         is_mutual: its places attend to each other in both directions.
     """
 
     content: Content
+    placeholder: int
     stretch: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[int, int, int], ...]
     shape: tuple[int, int, int]
     is_mutual: bool = False
 
@@ -95,37 +99,46 @@ class Expanded:
 
 
 def expanded(
-    ids: Sequence[int], items: Sequence[PreparedItem], placeholder: int, text: str = ""
+    ids: Sequence[int],
+    items: Sequence[PreparedItem],
+    places: Mapping[int, str],
+    texts: Mapping[int, str] | None = None,
 ) -> Expanded:
-    """The prompt with the stretch of each picture in place of its placeholder.
+    """The prompt with the stretch of each item in place of its placeholder.
 
     Args:
-        text: the placeholder, for clients that write it into their prompts.
+        places: placeholder -> what stands there ("pictures").
+        texts: placeholder -> its text, for clients that write it into their prompts.
 
     Raises:
         RequestError: the prompt has another number of placeholders.
     """
-    count = sum(id == placeholder for id in ids)
-    if count != len(items):
-        hint = "Put pictures into messages of the user; the chat template shows no others"
-        raise RequestError(
-            f"the prompt has {count} places for pictures, and {len(items)} pictures came",
-            param="image_data" if text else "messages",
-            code="unsupported_content",
-            hint=f"Write {text!r} once for each picture" if text else hint,
-        )
+    rest: dict[int, Iterator[PreparedItem]] = {}
+    for placeholder, noun in places.items():
+        own = [item for item in items if item.placeholder == placeholder]
+        count = sum(id == placeholder for id in ids)
+        if count != len(own):
+            hint = f"Put {noun} into messages of the user; the chat template shows no others"
+            if texts is not None:
+                hint = f"Write {texts[placeholder]!r} once for each of the {noun}"
+            raise RequestError(
+                f"the prompt has {count} places for {noun}, and {len(own)} {noun} came",
+                param="messages" if texts is None else "image_data",
+                code="unsupported_content",
+                hint=hint,
+            )
+        rest[placeholder] = iter(own)
     found: list[int] = []
     spans: list[Span] = []
     contents: dict[bytes, Content] = {}
-    rest = iter(items)
     for id in ids:
-        if id != placeholder:
+        if id not in rest:
             found.append(id)
             continue
-        item = next(rest)
-        content, offset = item.content, 0
+        item = next(rest[id])
+        content = item.content
         contents.setdefault(content.digest, content)
-        for first, size in item.runs:
+        for first, size, offset in item.runs:
             is_whole = len(item.runs) == 1
             spans.append(
                 Span(
@@ -138,7 +151,6 @@ def expanded(
                     item.is_mutual,
                 )
             )
-            offset += size
         found += item.stretch
     return Expanded(found, tuple(spans), tuple(contents.values()))
 
@@ -164,7 +176,7 @@ class MediaService:
     def __init__(
         self, model: MediaConfig, media: MediaOptions, tokenizer: Tokenizer, max_tokens: int
     ) -> None:
-        if model.rule not in RULES:
+        if model.tower is not None and model.rule not in RULES:
             raise ConfigError(
                 f"the model's resolution rule {model.rule!r} is not known",
                 f"known: {', '.join(RULES)}; --language-model-only serves its text",
@@ -188,13 +200,22 @@ class MediaService:
         self._encoded: dict[str, tuple[int, ...]] = {}
 
     @property
-    def placeholder(self) -> int:
-        """Token id that the chat template writes for a picture."""
-        return self.model.image_token
+    def takes(self) -> Mapping[str, int]:
+        """Kinds of parts that prompts may have -> the token that the chat template writes."""
+        sound = self.model.sound
+        found = {IMAGE: self.model.image_token if self.model.tower is not None else None}
+        found[AUDIO] = None if sound is None or sound.is_cross else sound.token
+        return {kind: token for kind, token in found.items() if token is not None}
 
     @property
-    def placeholder_text(self) -> str:
-        return self._tokenizer.id_to_token(self.placeholder) or ""
+    def placeholders(self) -> Mapping[int, str]:
+        """Placeholder -> what stands there, for `expanded`."""
+        return {token: NOUNS[kind] for kind, token in self.takes.items()}
+
+    @property
+    def placeholder_texts(self) -> Mapping[int, str]:
+        """Placeholder -> its text."""
+        return {token: self._tokenizer.id_to_token(token) or "" for token in self.takes.values()}
 
     async def prepare(
         self, parts: Sequence[MediaPart], tenant: bytes = b""
@@ -207,15 +228,41 @@ class MediaService:
         Raises:
             RequestError: 400; too many parts, or one cannot be fetched, read or decoded in time.
         """
-        self.check_count(len(parts))
+        for kind in {part.kind for part in parts}:
+            self.check_count(sum(part.kind == kind for part in parts), kind)
+        return await self._in_time(
+            len(parts), lambda deadline_s: self._prepare(parts, tenant, deadline_s)
+        )
+
+    async def windows(self, data: bytes, param: str, tenant: bytes = b"") -> DecodedSound:
+        """The windows of a file of sound, each a content of its own.
+
+        Raises:
+            RequestError: 400; it cannot be read or decoded in time.
+        """
+        part = MediaPart(AUDIO, data, param)
+        self._check_bytes(part, data)
+        found = await self._in_time(
+            1, lambda deadline_s: self._decode_sound(part, data, deadline_s)
+        )
+        if not tenant:
+            return found
+        owned = [
+            msgspec.structs.replace(one, digest=hashlib.sha256(tenant + one.digest).digest())
+            for one in found.parts
+        ]
+        return msgspec.structs.replace(found, parts=owned)
+
+    async def _in_time(self, count: int, work: Callable[[float], Awaitable[T]]) -> T:
+        """Run `work` when its turn comes, with its deadline."""
         limit_s = self.media.timeout_s or NO_LIMIT_S
         async with self._slots:
             try:
                 async with asyncio.timeout(limit_s):
-                    return await self._prepare(parts, tenant, time.monotonic() + limit_s)
+                    return await work(time.monotonic() + limit_s)
             except TimeoutError:
                 raise RequestError(
-                    f"the {len(parts)} pictures were not fetched and decoded within "
+                    f"the {count} files were not fetched and decoded within "
                     f"{self.media.timeout_s:g} s",
                     param="messages",
                     code="media_timed_out",
@@ -223,15 +270,15 @@ class MediaService:
                     "--mm-per-request-timeout",
                 ) from None
 
-    def check_count(self, count: int) -> None:
-        """RequestError if a request has more pictures than it may have."""
-        given = self.media.limits.get("image")
+    def check_count(self, count: int, kind: str) -> None:
+        """RequestError if a request has more pictures or sounds than it may have."""
+        given = self.media.limits.get(kind)
         most = given if isinstance(given, int) else MAX_PARTS
         if count > most:
             raise RequestError(
-                f"a request may have {most} pictures, this one has {count:,}",
+                f"a request may have {most} {NOUNS[kind]}, this one has {count:,}",
                 param="messages",
-                code="too_many_images",
+                code="too_many_images" if kind == IMAGE else "too_many_sounds",
                 hint="Send fewer, or start with a larger --limit-mm-data-per-request",
             )
 
@@ -261,6 +308,10 @@ class MediaService:
             self._check_bytes(part, data)
             keys[part.key] = await asyncio.to_thread(_cache_key, part, data, tenant)
             item = self._cache.get(keys[part.key])
+            if item is None and part.kind == AUDIO:
+                item = await self._hear(part, data, deadline_s)
+                item = owned(item, tenant) if tenant else item
+                self._cache.put(keys[part.key], item)
             if item is None:
                 measured.append(await self._measure(part, data, deadline_s))
             else:
@@ -269,7 +320,7 @@ class MediaService:
         items = await _all(self._decode(one, deadline_s) for one in measured)
         for one, item in zip(measured, items, strict=True):
             if tenant:
-                item = _owned(item, tenant)
+                item = owned(item, tenant)
             self._cache.put(keys[one.part.key], item)
             found[one.part.key] = item
         return found
@@ -277,7 +328,7 @@ class MediaService:
     def _check_bytes(self, part: MediaPart, data: bytes) -> None:
         if len(data) > self._sources.max_bytes:
             raise RequestError(
-                f"{part.param}: the picture has {len(data):,} bytes, limit "
+                f"{part.param}: the file has {len(data):,} bytes, limit "
                 f"{self._sources.max_bytes:,} (--media-url-max-file-size-mb)",
                 param="messages",
                 code="invalid_image",
@@ -289,36 +340,79 @@ class MediaService:
         count = sum(map(len, stretches)) + sum(one.layout.num_places for one in measured)
         if count >= self._max_tokens:
             raise RequestError(
-                f"The pictures ({count} tokens) are longer than the model's context length "
-                f"({self._max_tokens} tokens).",
+                f"The pictures and sounds ({count} tokens) are longer than the model's context "
+                f"length ({self._max_tokens} tokens).",
                 param="messages",
                 code="context_length_exceeded",
                 hint='Send fewer or smaller ones, or set "detail": "low"',
             )
 
     async def _measure(self, part: MediaPart, data: bytes, deadline_s: float) -> _Measured:
-        answer = await self._ask(part, PictureTask(data, self._max_pixels), deadline_s)
+        answer = await self._ask_picture(part, PictureTask(data, self._max_pixels), deadline_s)
         settings = dict(with_options(self.model.rule, self._settings, part.options))
         layout = layout_of(self.model.rule, answer.width, answer.height, settings)
         return _Measured(part, data, settings, layout)
 
     async def _decode(self, one: _Measured, deadline_s: float) -> PreparedItem:
         task = PictureTask(one.data, self._max_pixels, self.model.rule, one.settings)
-        answer = await self._ask(one.part, task, deadline_s)
+        answer = await self._ask_picture(one.part, task, deadline_s)
         layout = layout_of(self.model.rule, answer.width, answer.height, one.settings)
         content = Content(
             answer.digest, ContentKind.PATCHES, answer.patches, layout.grid, layout.rows
         )
+        placeholder = self.model.image_token
+        assert placeholder is not None, "a model without a tower takes no pictures"
         ids: list[int] = list(self.model.begin)
-        runs: list[tuple[int, int]] = []
+        runs: list[tuple[int, int, int]] = []
+        rows = iter(layout.runs)
         for piece in layout.stretch:
             if isinstance(piece, str):
                 ids += await self._ids(piece)
             else:
-                runs.append((len(ids), piece))
-                ids += [self.placeholder] * piece
+                first, count = next(rows)
+                runs.append((len(ids), count, first))
+                ids += [placeholder] * count
         ids += self.model.end
-        return PreparedItem(content, tuple(ids), tuple(runs), layout.shape, self.model.is_mutual)
+        return PreparedItem(
+            content, placeholder, tuple(ids), tuple(runs), layout.shape, self.model.is_mutual
+        )
+
+    async def _hear(self, part: MediaPart, data: bytes, deadline_s: float) -> PreparedItem:
+        sound = self.model.sound
+        assert sound is not None, "a model without a sound tower takes no sounds"
+        (found,) = (await self._decode_sound(part, data, deadline_s)).parts
+        rows = sound.rows(found.windows, found.frames)
+        if not rows:
+            raise RequestError(
+                f"{part.param}: the sound is too short: {found.end_s:g} s",
+                param="messages",
+                code="invalid_audio",
+            )
+        grid = (found.windows, sound.tower.bands, found.frames)
+        content = Content(found.digest, ContentKind.MEL, found.mel, grid, rows)
+        return PreparedItem(
+            content, sound.token, (sound.token,) * rows, ((0, rows, 0),), (1, 1, rows)
+        )
+
+    async def _decode_sound(self, part: MediaPart, data: bytes, deadline_s: float) -> DecodedSound:
+        sound = self.model.sound
+        assert sound is not None, "a model without a sound tower takes no sounds"
+        task = SoundTask(
+            data,
+            sound.tower.bands,
+            sound.tower.window,
+            is_whole=sound.is_whole,
+            is_cut=sound.is_cross,
+            max_windows=sound.max_windows,
+        )
+        answer = await self._ask(task, DecodedSound, deadline_s)
+        if answer.error:
+            raise RequestError(
+                f"{part.param}: the sound is refused: {answer.error}",
+                param="messages",
+                code="invalid_audio",
+            )
+        return answer
 
     async def _ids(self, text: str) -> tuple[int, ...]:
         if text not in self._encoded:
@@ -326,13 +420,21 @@ class MediaService:
             self._encoded[text] = tuple(await asyncio.to_thread(encode, text, False))
         return self._encoded[text]
 
-    async def _ask(self, part: MediaPart, task: PictureTask, deadline_s: float) -> DecodedPicture:
+    async def _ask(
+        self,
+        task: PictureTask | SoundTask,
+        answer: type[D],
+        deadline_s: float,
+    ) -> D:
         try:
-            answer = await self._workers.run(task, deadline_s)
+            return await self._workers.run(task, answer, deadline_s)
         except WorkerEnded:
-            answer = DecodedPicture(
-                error="it takes too long or too much memory, or breaks its decoder"
-            )
+            return answer(error="it takes too long or too much memory, or breaks its decoder")
+
+    async def _ask_picture(
+        self, part: MediaPart, task: PictureTask, deadline_s: float
+    ) -> DecodedPicture:
+        answer = await self._ask(task, DecodedPicture, deadline_s)
         if answer.error:
             raise RequestError(
                 f"{part.param}: the picture is refused: {answer.error}",
@@ -342,7 +444,7 @@ class MediaService:
         return answer
 
 
-def _owned(item: PreparedItem, tenant: bytes) -> PreparedItem:
+def owned(item: PreparedItem, tenant: bytes) -> PreparedItem:
     """The item under a digest that no other caller's pictures have."""
     digest = hashlib.sha256(tenant + item.content.digest).digest()
     return replace(item, content=msgspec.structs.replace(item.content, digest=digest))
@@ -356,6 +458,8 @@ def _cache_key(part: MediaPart, data: bytes, tenant: bytes) -> bytes:
 
 def unread_options(rule: str, part: MediaPart) -> list[str]:
     """Options of a part that change nothing with this rule."""
+    if part.kind == AUDIO:
+        return list(part.options)
     return [name for name in part.options if name != "detail" and name not in OPTIONS.get(rule, ())]
 
 

@@ -1,7 +1,8 @@
 """MediaProcesses: decodes pictures in worker processes (worker.py), with time and memory limits.
 
-A task is uint64 length, float64 seconds of processor time, and a `PictureTask` in msgpack. An
-answer is a uint64 length and msgpack (`DecodedPicture`). All little-endian.
+A task is uint64 length, float64 seconds of processor time, and a `PictureTask` or `SoundTask` in
+msgpack. An answer is a uint64 length and msgpack (`DecodedPicture`, `DecodedSound`). All
+little-endian.
 """
 
 import asyncio
@@ -9,22 +10,26 @@ import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import LifoQueue
+from typing import TypeVar
 
 import msgspec
 
 from banyan.base.child_process import WorkerProcess
 from banyan.base.log import logger
+from banyan.media.sound import SoundTask
+
+T = TypeVar("T")
 
 log = logger(__name__)
 
 TASK = struct.Struct("<Qd")
 TASK_S = 30.0
-"""CPU seconds for one picture."""
+"""CPU seconds for one picture or sound."""
 _MAX_ANSWER_BYTES = 1 << 30
 _MODULE = "banyan.media.worker"
 
 
-class PictureTask(msgspec.Struct, frozen=True):
+class PictureTask(msgspec.Struct, frozen=True, tag=True):
     """A file, and what to do with it.
 
     `rule` "" = report the size only. `settings` belong to the rule.
@@ -60,17 +65,17 @@ class MediaProcesses:
             self._idle.put(None)
         self._children: list[WorkerProcess] = []
 
-    async def run(self, task: PictureTask, deadline_s: float) -> DecodedPicture:
+    async def run(self, task: PictureTask | SoundTask, answer: type[T], deadline_s: float) -> T:
         """Raises WorkerEnded, also when the task is not done by the deadline or takes TASK_S."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._run, task, deadline_s)
+        return await loop.run_in_executor(self._threads, self._run, task, answer, deadline_s)
 
     def close(self) -> None:
         for child in self._children:
             child.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, task: PictureTask, deadline_s: float) -> DecodedPicture:
+    def _run(self, task: PictureTask | SoundTask, kind: type[T], deadline_s: float) -> T:
         body = msgspec.msgpack.encode(task)
         child = self._idle.get()
         try:
@@ -80,7 +85,7 @@ class MediaProcesses:
                 child = WorkerProcess(_MODULE, max_answer_bytes=_MAX_ANSWER_BYTES)
                 self._children.append(child)
             answer = child.run(TASK.pack(len(body), TASK_S) + body, left_s)
-            return msgspec.msgpack.decode(answer, type=DecodedPicture)
+            return msgspec.msgpack.decode(answer, type=kind)
         except (EOFError, TimeoutError, ValueError) as error:
             log.warning("a media worker has ended during a task (%s)", type(error).__name__)
             if child is not None:

@@ -1,4 +1,4 @@
-"""The media worker process: decodes strangers' pictures, one task at a time.
+"""The media worker process: decodes strangers' pictures and sounds, one task at a time.
 
 A picture may be a bomb, or may use a fault in a decoder. So it is decoded in a process of its own,
 with a bound on its memory, its processor time and its open files: it can open no file and no
@@ -19,11 +19,26 @@ from banyan.base.memory import give_back, let_go
 from banyan.media.pixels import BadPicture, decode, digest_of, open_picture, patches_of, size_of
 from banyan.media.processes import TASK, DecodedPicture, PictureTask
 from banyan.media.rules import layout_of
+from banyan.media.sound import HOP, BadSound, DecodedSound, SoundTask, decoded_sound
 
 ROOM_BYTES = 256 << 20
 """Memory for a task in addition to the libraries and what its pixels take."""
 PIXEL_BYTES = 24
 """Most bytes per pixel of a picture while it is decoded and resized."""
+
+
+SAMPLE_BYTES = 64
+"""Most bytes per sample of a sound, at 48 kHz with two channels."""
+
+
+def sound_of(task: SoundTask) -> DecodedSound:
+    """Decode the sound of a task."""
+    try:
+        return decoded_sound(task)
+    except BadSound as error:
+        return DecodedSound(error=str(error))
+    except MemoryError:
+        return DecodedSound(error="it takes too much memory to decode")
 
 
 def answer_of(task: PictureTask) -> DecodedPicture:
@@ -54,7 +69,7 @@ def main() -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
         base_bytes = int(file.read().split()[0]) * resource.getpagesize()
     let_go()
-    decoder = msgspec.msgpack.Decoder(PictureTask)
+    decoder = msgspec.msgpack.Decoder(PictureTask | SoundTask)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
     while len(head := tasks.read(TASK.size)) == TASK.size:
@@ -64,7 +79,7 @@ def main() -> None:
 
 
 def _serve(
-    decoder: "msgspec.msgpack.Decoder[PictureTask]",
+    decoder: "msgspec.msgpack.Decoder[PictureTask | SoundTask]",
     body: bytes,
     time_s: float,
     base_bytes: int,
@@ -72,10 +87,15 @@ def _serve(
 ) -> None:
     """Run one task and write the answer."""
     task = decoder.decode(body)
-    limit = base_bytes + ROOM_BYTES + 4 * len(body) + PIXEL_BYTES * task.max_pixels
+    if isinstance(task, SoundTask):
+        needed = SAMPLE_BYTES * HOP * task.window * task.max_windows
+    else:
+        needed = PIXEL_BYTES * task.max_pixels
+    limit = base_bytes + ROOM_BYTES + 4 * len(body) + needed
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     signal.setitimer(signal.ITIMER_PROF, time_s)  # its signal ends the process
-    answer = msgspec.msgpack.encode(answer_of(task))
+    found = sound_of(task) if isinstance(task, SoundTask) else answer_of(task)
+    answer = msgspec.msgpack.encode(found)
     signal.setitimer(signal.ITIMER_PROF, 0)
     answers.write(LENGTH.pack(len(answer)))
     answers.write(answer)

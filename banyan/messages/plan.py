@@ -73,6 +73,8 @@ class PlacedSpan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     offset: int
     shape: tuple[int, int, int]
     is_mutual: bool = False
+    token: int = -1
+    """As `Span.token`; negative = None."""
 
 
 _spans_decoder = msgspec.msgpack.Decoder(list[PlacedSpan])

@@ -1,10 +1,12 @@
 """Messages from the API process to an engine. Constraint: the required form of an output, encoded
 as one string (`Generate.grammar`):
 
-    kind:text             kind@id,id,…:text
+    kind:text             kind@id,id,…:text             kind@id,id,…#budget#id,id,…:text
 
 With ids the constraint begins after that sequence of tokens (the end of the thinking); what comes
-before is free. Equal constraints are equal strings, so they share one compilation.
+before is free. With a budget the sequence is forced after so many tokens, if the output begins
+with the last ids (the start of the thinking). Equal constraints are equal strings, so they share
+one compilation.
 """
 
 import msgspec
@@ -34,6 +36,8 @@ STRUCTURAL_TAG = "structural_tag"
 """{"type": "structural_tag", "format": …}: free text with constrained tagged parts."""
 
 KINDS = (JSON_SCHEMA, REGEX, EBNF, STRUCTURAL_TAG)
+FREE = "free"
+"""Any output; only the beginning has a budget."""
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -43,9 +47,15 @@ class Constraint(msgspec.Struct, frozen=True):
     text: str
     after: tuple[int, ...] = ()
     """Token ids that end the unconstrained beginning; () = constrained from the start."""
+    budget: int = 0
+    """Tokens of the beginning, after which `after` is forced; 0 = as many as it takes."""
+    opening: tuple[int, ...] = ()
+    """The budget holds if the output begins with these ids; () = it always holds."""
 
     def encode(self) -> str:
         ids = "@" + ",".join(map(str, self.after)) if self.after else ""
+        if self.budget:
+            ids += f"#{self.budget}#{','.join(map(str, self.opening))}"
         return f"{self.kind}{ids}:{self.text}"
 
     @classmethod
@@ -53,9 +63,12 @@ class Constraint(msgspec.Struct, frozen=True):
         """The inverse of `encode`; ValueError when `encoded` is not of that form."""
         head, colon, text = encoded.partition(":")
         kind, _, ids = head.partition("@")
-        if not colon or kind not in KINDS:
+        ids, _, bound = ids.partition("#")
+        budget, _, opening = bound.partition("#")
+        if not colon or kind not in (*KINDS, FREE):
             raise ValueError(f"no constraint begins with {head[:40]!r}; known: {', '.join(KINDS)}")
-        return cls(kind, text, tuple(map(int, ids.split(","))) if ids else ())
+        after, first = (tuple(map(int, t.split(","))) if t else () for t in (ids, opening))
+        return cls(kind, text, after, int(budget or 0), first)
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):

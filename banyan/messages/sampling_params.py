@@ -17,10 +17,12 @@ LEAST_REPETITION = 1e-6
 
 
 LOGIT_PROCESSORS: Table[Callable[..., object]] = Table(
-    "logit processor", {}, plugins="banyan.logit_processors"
+    "logit processor",
+    {"whisper": "banyan.runner.sampler:transcript_logits"},
+    plugins="banyan.logit_processors",
 )
-"""Logit processors that installed packages offer, of the type runner.sampler.LogitProcessor.
-Requests name them; code never comes with a request."""
+"""Logit processors of this server, and those that installed packages offer, of the type
+runner.sampler.LogitProcessor. Requests name them; code never comes with a request."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -16,6 +16,8 @@ import msgspec
 DIGEST_BYTES = 32
 """SHA-256."""
 TOKEN_BYTES = 4
+CONTENT_UNKNOWN = "content_unknown"
+"""Code of the failure of a request that names a content whose data the engine does not have."""
 _SIGNS = slice(3, None, 4)
 """The bytes with the signs of little-endian words."""
 
@@ -28,7 +30,7 @@ class ContentKind:
     PATCHES = "patches"
     """uint8 [patches, temporal_patch · 3 · patch · patch], in the order of the tower."""
     MEL = "mel"
-    """float16 [bands, frames]: mel spectrogram."""
+    """float16 [windows, bands, frames]: mel spectrograms of consecutive windows."""
 
     ALL = (FEATURES, PATCHES, MEL)
 
@@ -53,6 +55,9 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = ContentKind.FEATURES
     is_mutual: bool = False
     """The places attend to each other in both directions."""
+    token: int | None = None
+    """Id that the model has at the places of a content that it reads by cross attention, from
+    every later place too; None = the places take the feature rows."""
 
     @property
     def end(self) -> int:
@@ -72,7 +77,8 @@ class Content(msgspec.Struct, frozen=True, omit_defaults=True):
     data: bytes
     """b"" = the engine has it."""
     grid: tuple[int, int, int]
-    """(t, h, w) in patches before merging; (1, 1, frames) for MEL, (1, 1, rows) for FEATURES."""
+    """(t, h, w) in patches before merging; (windows, bands, frames with sound) for MEL; (1, 1,
+    rows) for FEATURES."""
     rows: int
     """Feature rows that it becomes."""
 

@@ -14,7 +14,7 @@ from banyan.model_config.from_hf import read_hub_folder
 from banyan.model_config.model_config import ModelConfig
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "*.tiktoken")
 """Files that are fetched from a repository: safe weights, configuration, tokenizer, template."""
 
 

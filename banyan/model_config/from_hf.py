@@ -18,6 +18,7 @@ from banyan.families.base import GELU_TANH, MAX_LENGTH, MAX_WIDTH, HubForm, wind
 from banyan.families.nested import NESTED, TEXT_MODELS, NestedForm
 from banyan.formats.shards import tensor_names
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
+from banyan.model_config.media import MediaConfig
 from banyan.model_config.media_from_hf import read_media
 from banyan.model_config.model_config import ModelConfig, QuantFacts, RopeFacts
 from banyan.model_config.pooling import (
@@ -28,6 +29,7 @@ from banyan.model_config.pooling import (
     separator_of,
 )
 from banyan.model_config.quantization import form_of
+from banyan.model_config.sound_from_hf import read_sound
 
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
@@ -83,6 +85,8 @@ def read_hub_folder(
     model_config = replace(model_config, quant=_quant(fields, path), outer=outer)
     if outer and with_media:
         media = read_media(outer, whole, fields, path, model_config.hidden_size)
+        if (sound := read_sound(outer, whole, model_config.hidden_size, path)) is not None:
+            media = replace(media or MediaConfig(), sound=sound)
         model_config = replace(model_config, media=media)
     if is_classifier(architecture):
         model_config = replace(model_config, labels=labels_of(fields))

@@ -1,5 +1,7 @@
 """The interface between the runner and a model."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -9,6 +11,9 @@ from banyan.layers.step_inputs import StepInputs
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.towers.vision import Tower
 
+NO_TOWERS: Mapping[str, Tower] = MappingProxyType({})
+"""Of a model that makes no features."""
+
 
 class Model(Protocol):
     """One rank's part of a model, with weights.
@@ -17,7 +22,6 @@ class Model(Protocol):
         caches: caches of its layers, by layer number.
         prunes_to_outputs: supports `StepInputs.output_tokens`.
         takes_features: supports `StepInputs.feature_rows`.
-        tower: makes features of contents; None = it has none.
     """
 
     model_config: ModelConfig
@@ -26,7 +30,9 @@ class Model(Protocol):
     takes_features: bool
 
     @property
-    def tower(self) -> Tower | None: ...
+    def towers(self) -> Mapping[str, Tower]:
+        """Content kind -> what makes features of it."""
+        ...
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, of all tokens or of `output_tokens`,

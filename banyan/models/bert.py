@@ -17,6 +17,7 @@ from banyan.layers.norm import LayerNorm
 from banyan.layers.step_inputs import StepInputs
 from banyan.layers.weight_slot import ShardRule
 from banyan.model_config.model_config import ModelConfig
+from banyan.models.base import NO_TOWERS
 from banyan.parallel.groups import Group
 
 
@@ -70,7 +71,7 @@ class EncoderLM(nn.Module):
 
     prunes_to_outputs = False
     takes_features = False
-    tower = None
+    towers = NO_TOWERS
 
     def __init__(self, model_config: ModelConfig, build: Build) -> None:
         super().__init__()

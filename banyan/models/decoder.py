@@ -6,6 +6,7 @@ they cost nothing: a factor r on what is added to the stream becomes a stream th
 smaller, which norms ignore except for their eps.
 """
 
+from collections.abc import Mapping
 from typing import cast
 
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from banyan.layers.shared_block import SharedBlock, SharedBlockLayer
 from banyan.layers.step_inputs import OutputTokens, StepInputs
 from banyan.layers.weight_slot import ShardRule
 from banyan.model_config.model_config import BOTH, NONE, STATE, WINDOW, ModelConfig
-from banyan.models.towers.vision import VisionTower
+from banyan.models.towers.vision import Tower
 from banyan.moe.layer import ExpertBlock
 from banyan.parallel.groups import Group
 
@@ -169,6 +170,8 @@ class DecoderLM(nn.Module):
         size, vocab = model_config.hidden_size, model_config.vocab_size
         scale = model_config.embedding_scale / model_config.residual_scale
         self.embedding = Embedding(vocab, size, build, scale)
+        self.tower_modules = nn.ModuleDict()
+        """Content kind -> what makes features of it; filled when the weights are loaded."""
         self.positions: PositionTable | None = None
         if model_config.positions:
             count, skipped = model_config.context_length, model_config.first_position
@@ -177,12 +180,10 @@ class DecoderLM(nn.Module):
         self.embedding_norm = (
             _norm(model_config, family, eps, build) if family.embedding_norm else None
         )
-        self.tower: VisionTower | None = None
-        """Makes features; set when its weights are loaded."""
         self.ops = build.ops
         self.stages, self.context = build.groups.stages, build.groups.context
         self.stage = stage_of(model_config.num_layers, self.stages)
-        deep = 0 if model_config.media is None else len(model_config.media.tower.deep_blocks)
+        deep = 0 if model_config.media is None else len(model_config.media.deep_blocks)
         if deep > len(self.stage) and self.stages.rank == 0 and self.stages.size > 1:
             raise ModelError(
                 f"{deep} layers take features, and the first of {self.stages.size} pipeline stages "
@@ -231,6 +232,11 @@ class DecoderLM(nn.Module):
                 model_config.head_bias,
                 model_config.has_normed_head,
             )
+
+    @property
+    def towers(self) -> Mapping[str, Tower]:
+        """See `Model`."""
+        return {kind: cast(Tower, module) for kind, module in self.tower_modules.items()}
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size], of all ranks that

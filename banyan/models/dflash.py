@@ -21,6 +21,7 @@ from banyan.layers.norm import RMSNorm
 from banyan.layers.step_inputs import StepInputs
 from banyan.layers.weight_slot import ShardRule
 from banyan.model_config.model_config import ModelConfig, Pooling
+from banyan.models.base import NO_TOWERS
 from banyan.models.decoder import DecoderLayer, DecoderLM
 from banyan.parallel.groups import Group
 
@@ -67,7 +68,7 @@ class DFlashStateWriter(nn.Module):
 
     prunes_to_outputs = False
     takes_features = False
-    tower = None
+    towers = NO_TOWERS
 
     def __init__(self, blocks: DFlashLM) -> None:
         super().__init__()

@@ -22,6 +22,7 @@ from banyan.layers.rotary import Angles, Rotary
 from banyan.layers.step_inputs import StepInputs
 from banyan.layers.weight_slot import ShardRule
 from banyan.model_config.model_config import FULL, ModelConfig
+from banyan.models.base import NO_TOWERS
 from banyan.models.decoder import DecoderLayer, DecoderLM
 from banyan.parallel.groups import Group
 
@@ -76,7 +77,7 @@ class DraftLM(nn.Module):
 
     prunes_to_outputs = False
     takes_features = False
-    tower = None
+    towers = NO_TOWERS
 
     def __init__(
         self,

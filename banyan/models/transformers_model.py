@@ -18,6 +18,7 @@ from banyan.layers.attention import paged_cache
 from banyan.layers.build import Build
 from banyan.layers.step_inputs import AttentionSpec, StepInputs
 from banyan.model_config.model_config import WINDOW, ModelConfig
+from banyan.models.base import NO_TOWERS
 from banyan.ops.api import Ops, PackedLinear
 from banyan.ops.stored import StoredWeight
 
@@ -115,7 +116,7 @@ class TransformersLM(nn.Module):
 
     prunes_to_outputs = False
     takes_features = False
-    tower = None
+    towers = NO_TOWERS
 
     def __init__(self, model: nn.Module, model_config: ModelConfig, build: Build) -> None:
         super().__init__()

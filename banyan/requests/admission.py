@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from banyan.base.errors import RequestError
 from banyan.messages.requests import NO_SCORES
-from banyan.messages.spans import ContentKind
 from banyan.requests.bootstrap import check_room
 from banyan.requests.prompts import check_total
 from banyan.requests.request_spec import ALL_HIDDEN, RequestSpec
 from banyan.requests.sampling_params import Limits
+
+OWN_ROUTES = ("probe", "warm-up")
+"""Requests of the server itself."""
 
 
 def check_spec(request: RequestSpec, limits: Limits, has_tokenizer: bool) -> None:
@@ -35,6 +37,12 @@ def check_spec(request: RequestSpec, limits: Limits, has_tokenizer: bool) -> Non
             "The prompt has the placeholder of a picture, and no picture came with it.",
             code="unsupported_content",
             hint="Send pictures as parts of /v1/chat/completions, or as image_data of /generate.",
+        )
+    if limits.is_transcriber and not request.message.spans and request.route not in OWN_ROUTES:
+        raise RequestError(
+            "This model is served for speech, not for text",
+            code="not_a_generation_model",
+            hint="Use /v1/audio/transcriptions.",
         )
     if not has_tokenizer and (request.text.stop or request.text.stop_regex):
         raise RequestError(
@@ -114,7 +122,8 @@ def _check_experts(request: RequestSpec, limits: Limits) -> None:
 
 def _check_spans(request: RequestSpec) -> None:
     """Refuse what would read the tokens of a prompt that has none."""
-    if any(span.kind != ContentKind.FEATURES for span in request.message.spans):
+    spans = request.message.spans
+    if sum(span.count for span in spans) < len(request.prompt):
         return
     asked = {
         "logprob_start_len": NO_SCORES != request.message.score_from < len(request.prompt),

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.messages.requests import EBNF, JSON_SCHEMA, KINDS, REGEX, STRUCTURAL_TAG, Constraint
+from banyan.messages.requests import (
+    EBNF,
+    FREE,
+    JSON_SCHEMA,
+    KINDS,
+    REGEX,
+    STRUCTURAL_TAG,
+    Constraint,
+)
 
 MAX_TEXT_BYTES = 512 << 10
 """A schema, grammar or structural tag."""
@@ -79,6 +87,21 @@ def start_after(grammar: str, thinking_end: Sequence[int]) -> str:
         return ""
     constraint = Constraint.decode(grammar)
     return Constraint(constraint.kind, constraint.text, tuple(thinking_end)).encode()
+
+
+def with_budget(
+    grammar: str, budget: int, thinking_start: Sequence[int], thinking_end: Sequence[int]
+) -> str:
+    """The same constraint, or none, whose thinking has at most so many tokens.
+
+    Args:
+        thinking_start: the budget holds if the output begins with these ids; () = it begins inside.
+    """
+    end, start = tuple(thinking_end), tuple(thinking_start)
+    if not grammar:
+        return Constraint(FREE, "", end, budget, start).encode()
+    found = Constraint.decode(grammar)
+    return Constraint(found.kind, found.text, found.after or end, budget, start).encode()
 
 
 def tool_calls_constraint(

@@ -7,7 +7,7 @@ from banyan.config.schema import Config, ServerConfig
 from banyan.media.preparation import MediaService
 from banyan.messages.events import Ready
 from banyan.messages.sampling_params import LOGIT_PROCESSORS
-from banyan.model_config.media import MediaConfig
+from banyan.model_config.media import is_cross
 from banyan.model_config.model_config import ModelConfig
 from banyan.requests.sampling_params import (
     NATIVE_DEFAULTS,
@@ -52,14 +52,10 @@ def limits_of(
         embedding_scale=model_config.embedding_scale,
         role=config.handoff.role,
         has_rooms=config.handoff.transfer != "fake",
-        media_ids=() if model_config.media is None else _placeholders(model_config.media),
+        media_ids=() if model_config.media is None else model_config.media.placeholders,
+        is_transcriber=is_cross(model_config.media),
         fakes_prompts=config.handoff.fakes_prompts and config.handoff.mode == "decode",
     )
-
-
-def _placeholders(media: MediaConfig) -> tuple[int, ...]:
-    tokens = (media.image_token, media.video_token)
-    return tuple(token for token in tokens if token is not None)
 
 
 def open_media(

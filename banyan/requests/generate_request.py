@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.media.parts import IMAGE, MediaPart, read_options, source_of
-from banyan.media.preparation import Expanded, MediaService, expanded
+from banyan.media.given import folded, given_item
+from banyan.media.parts import AUDIO, IMAGE, NOUNS, MediaPart, read_options, source_of
+from banyan.media.preparation import Expanded, MediaService, PreparedItem, expanded
 from banyan.requests import constraint
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.prompts import (
@@ -65,6 +66,7 @@ _HONOURED = frozenset(
         "return_prompt_token_ids",
         "custom_logit_processor",
         "image_data",
+        "audio_data",
         *SHARED_FIELDS,
         "lora_path",
     }
@@ -73,7 +75,6 @@ _HONOURED = frozenset(
 _REFUSED = frozenset(
     {
         "video_data",
-        "audio_data",
         "watermark",
         "return_sampling_mask",
         "sampling_logprobs_mode",
@@ -123,6 +124,10 @@ class NativeRequest:
     stream: bool
 
 
+_MEDIA: Mapping[str, str] = {"image_data": IMAGE, "audio_data": AUDIO}
+"""Field -> kind of its files."""
+
+
 def parse_native(
     body: Mapping[str, object],
     *,
@@ -157,7 +162,7 @@ def parse_native(
     else:
         prompts = _prompts(fields, tokenizer, limits)
         fields.num = len(prompts) if _is_batch(fields) else None
-        whole = _with_pictures(fields, prompts, limits, media, context)
+        whole = _with_media(fields, prompts, limits, media, context)
     prompts = [prompt.ids for prompt in whole]
     sampling = _sampling(fields)
     parsed = [
@@ -257,7 +262,7 @@ def _embedded(fields: Fields, limits: Limits) -> tuple[list[bytes], bool]:
     given = fields.get("input_embeds")
     if given is None:
         return [], False
-    for name in ("text", "input_ids", "image_data", "return_prompt_token_ids"):
+    for name in ("text", "input_ids", *_MEDIA, "return_prompt_token_ids"):
         if fields.get(name):
             raise RequestError(
                 f"input_embeds stand in place of token ids; leave out {name}", param=name
@@ -265,72 +270,91 @@ def _embedded(fields: Fields, limits: Limits) -> tuple[list[bytes], bool]:
     return parse_embeds(given, limits)
 
 
-def _with_pictures(
+def _with_media(
     fields: Fields,
     prompts: list[list[int]],
     limits: Limits,
     media: MediaService | None,
     context: RequestContext,
 ) -> list[Expanded]:
-    """The prompts with the pictures of `image_data` in place of their placeholders."""
-    if _is_neutral(fields.get("image_data")):
+    """The prompts with the pictures and sounds of the request in place of their placeholders."""
+    given = [name for name in _MEDIA if not _is_neutral(fields.get(name))]
+    if not given:
         return [Expanded(prompt) for prompt in prompts]
-    if media is None:
-        raise RequestError(
-            "this model takes no pictures",
-            param="image_data",
-            code="not_available",
-            hint="Leave image_data out of the request.",
-        )
-    given = _image_data(fields, len(prompts))
-    for listed in given:
-        media.check_count(len(listed))
-    parts = [[_picture(value, f"image_data[{i}]") for value in g] for i, g in enumerate(given)]
-    items = context.media.of([part for listed in parts for part in listed])
-    rest = iter(items)
+    parts: list[list[MediaPart | PreparedItem]] = [[] for _ in prompts]
+    for name in given:
+        kind = _MEDIA[name]
+        if media is None or kind not in media.takes:
+            raise RequestError(
+                f"this model takes no {NOUNS[kind]}",
+                param=name,
+                code="not_available",
+                hint=f"Leave {name} out of the request.",
+            )
+        for own, listed in zip(parts, _by_prompt(fields, name, len(prompts)), strict=True):
+            media.check_count(len(listed), kind)
+            for value in listed:
+                param = f"{name}[{len(own)}]"
+                own.append(_given(value, param, name, media, context.tenant))
+    assert media is not None
+    wanted = [part for listed in parts for part in listed if isinstance(part, MediaPart)]
+    rest = iter(context.media.of(wanted))
     found = []
     for prompt, listed in zip(prompts, parts, strict=True):
-        own = [next(rest) for _ in listed]
-        whole = expanded(prompt, own, media.placeholder, media.placeholder_text)
+        own = [next(rest) if isinstance(part, MediaPart) else part for part in listed]
+        if any(not isinstance(part, MediaPart) for part in listed):
+            prompt = folded(prompt, own)
+        whole = expanded(prompt, own, media.placeholders, media.placeholder_texts)
         if len(whole.ids) >= min(limits.context_length, limits.total):
             raise too_long(len(whole.ids), limits)
         found.append(whole)
     return found
 
 
-def _image_data(fields: Fields, num_prompts: int) -> list[list[object]]:
-    """The pictures of each prompt: one, a list of them, or for several prompts a list of either."""
-    value = fields.get("image_data")
+def _by_prompt(fields: Fields, name: str, num_prompts: int) -> list[list[object]]:
+    """The files of each prompt: one, a list of them, or for several prompts a list of either."""
+    value = fields.get(name)
     if fields.num is None:
         listed = value if isinstance(value, list) else [value]
         inner = listed[0] if len(listed) == 1 else None
         return [inner if isinstance(inner, list) else listed]
     values = value if isinstance(value, list) else [value] * num_prompts
-    each = fields.in_batch("image_data", values)
+    each = fields.in_batch(name, values)
     return [v if isinstance(v, list) else [] if v is None else [v] for v in each]
 
 
-def _picture(value: object, param: str) -> MediaPart:
-    """A URL, base64, a path as file: URL, bytes (offline), or {"url" | "image": one of these}."""
+def _given(
+    value: object, param: str, name: str, media: MediaService, tenant: bytes
+) -> MediaPart | PreparedItem:
+    """A file (`_part`), or what the client gives in place of a picture (`given_item`)."""
+    if isinstance(value, Mapping) and value.get("format") is not None and _MEDIA[name] == IMAGE:
+        return given_item(value, param, media.model, tenant)
+    return _part(value, param, name)
+
+
+def _part(value: object, param: str, name: str) -> MediaPart:
+    """A URL, base64, a path as file: URL, bytes (offline), or an object with one of these as its
+    "url" or its kind."""
+    kind = _MEDIA[name]
     if isinstance(value, Mapping):
         if value.get("format") is not None:
             raise RequestError(
                 f"{param}: features of another processor (format) are not taken",
-                param="image_data",
+                param=name,
                 code="not_available",
-                hint="Send the picture itself",
+                hint="Send the file itself",
             )
-        options = read_options(value, param)
-        inner = value.get("url", value.get("image"))
-        return replace(_picture(inner, param), options=options)
+        options = read_options(value, param) if kind == IMAGE else {}
+        inner = value.get("url", value.get(kind))
+        return replace(_part(inner, param, name), options=options)
     if isinstance(value, bytes):
-        return MediaPart(IMAGE, value, param)
+        return MediaPart(kind, value, param)
     if not isinstance(value, str) or not value:
         raise RequestError(
             f"{param} must be a URL, base64 or an object with a url, got {type(value).__name__}",
-            param="image_data",
+            param=name,
         )
-    return MediaPart(IMAGE, source_of(value, param), param)
+    return MediaPart(kind, source_of(value, param), param)
 
 
 def _prompts(fields: Fields, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:

@@ -9,7 +9,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 import msgspec
@@ -104,6 +104,7 @@ class Limits:
         has_rooms: requests must name their bootstrap room; else each gets one.
         media_ids: placeholders of pictures, which a prompt may hold only with pictures.
         fakes_prompts: prompts of requests that name no prefill server are invented.
+        is_transcriber: prompts need a sound.
     """
 
     context_length: int
@@ -131,6 +132,7 @@ class Limits:
     has_rooms: bool = True
     media_ids: tuple[int, ...] = ()
     fakes_prompts: bool = False
+    is_transcriber: bool = False
 
     @property
     def total(self) -> int:
@@ -156,6 +158,11 @@ class ParsedSampling:
     """Tokens per streamed chunk."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Field without effect -> reason; reported in the answer."""
+
+    def with_processor(self, name: str, params: bytes) -> "ParsedSampling":
+        """The same with a logit processor of the server's own."""
+        sampling = msgspec.structs.replace(self.sampling, processor=name, processor_params=params)
+        return replace(self, sampling=sampling)
 
     def for_sequence(self, i: int) -> SamplingParams:
         """Parameters of the i-th of n sequences: the same with another seed."""

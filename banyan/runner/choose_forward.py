@@ -10,6 +10,7 @@ from banyan.context_parallel.forward import (
 )
 from banyan.layers.build import Build
 from banyan.layers.latent_attention import index_shape
+from banyan.model_config.media import is_cross
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable
 from banyan.ops.bind import BoundOps
@@ -51,6 +52,7 @@ def open_forward(
 def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
     model, build, platform = context.model, context.build, context.platform
     context_parallel, every = build.groups.cp_batch, context.rows_of_all
+    media = model.model_config.media
     carried = model.model_config.hidden_size if build.groups.stages.rank else config.carried
     outputs = config.max_slots + config.draft_room
     max_tokens, max_rows, shares = config.max_tokens, config.max_slots, 1
@@ -70,8 +72,11 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
             shares=shares,
             branching=config.branching,
             has_adapters=build.adapters is not None,
-            takes_features=model.takes_features and not build.groups.stages.rank,
-            has_axes=model.model_config.media is not None and bool(model.model_config.media.axes),
+            takes_features=model.takes_features
+            and not is_cross(media)
+            and not build.groups.stages.rank,
+            has_axes=media is not None and bool(media.axes),
+            sees_ahead=media is not None and media.is_mutual,
         )
         return StepTensors(context.table, context.store, platform, build.device, sizes)
 
@@ -143,6 +148,8 @@ def _prunes_outputs(model: Model, build: Build, config: RunnerConfig) -> bool:
 
 def _why_not_captured(model: Model, build: Build, config: RunnerConfig, platform: Platform) -> str:
     """Why steps of this runner cannot be captured; "" = they can."""
+    if is_cross(model.model_config.media):
+        return "each row attends to its own content"
     if build.groups.dp_batch is not None and config.draft_room:
         return "with DP attention, replicas do not exchange how many rows have drafts"
     if config.aux_hidden_layers or config.carried:

@@ -8,7 +8,7 @@ choice fails alone, and so does a row whose processor raises or returns somethin
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -284,3 +284,40 @@ class Processors:
         if torch.isnan(result).any():  # sync: the error must name its row
             raise ValueError("it returned NaN")
         return result
+
+
+def transcript_logits(logits: Tensor, context: LogitContext) -> Tensor:
+    """The rules of Whisper's transcripts (arXiv 2212.04356, section 4.5).
+
+    Times come in pairs, do not go back, and come when they are together more likely than any
+    text. Of `context.params`, all optional: `only` (ids), `suppress`, `suppress_first` (ids),
+    `first_time`, `no_times`, `end`, `last_first` (an id each).
+    """
+    params = cast(Mapping[str, Any], context.params)
+    said = context.tokens[context.prompt_len :]
+    if only := params.get("only"):
+        kept = torch.full_like(logits, -math.inf)
+        kept[only] = logits[only]
+        return kept
+    logits[params.get("suppress", [])] = -math.inf
+    if not len(said):
+        logits[params.get("suppress_first", [])] = -math.inf
+    first = params.get("first_time")
+    if first is None:
+        return logits
+    logits[params["no_times"]] = -math.inf
+    is_last = len(said) >= 1 and said[-1] >= first
+    is_one_before = len(said) < 2 or said[-2] >= first
+    if is_last and is_one_before:
+        logits[first:] = -math.inf
+    elif is_last:
+        logits[: params["end"]] = -math.inf
+    times = said[said >= first]
+    if len(times):
+        logits[first : int(times[-1]) + (not (is_last and not is_one_before))] = -math.inf
+    if not len(said):
+        logits[:first] = -math.inf
+        logits[params["last_first"] + 1 :] = -math.inf
+    if torch.logsumexp(logits[first:], 0) > logits[:first].max():
+        logits[:first] = -math.inf
+    return logits

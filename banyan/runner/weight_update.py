@@ -46,9 +46,15 @@ from banyan.models.weights.draft_models import (
     load_mtp_layer,
     restrict_head,
 )
-from banyan.models.weights.loader import load_model, load_tower, rows_of, tensors_of
+from banyan.models.weights.loader import (
+    load_model,
+    load_tower,
+    rows_of,
+    tensors_of,
+)
 from banyan.models.weights.reader import Transform, files_state_of, load_transforms
 from banyan.models.weights.torchao import torchao_transform
+from banyan.models.whisper import WhisperLM
 from banyan.ops.api import Ops
 from banyan.runner.control_ops import Finish, RankReply
 from banyan.runner.offload import Offload, OffloadedBlocks, not_streamed
@@ -98,14 +104,16 @@ def load_weights(
     if build.adapters is not None:
         enable_lora(model, build.adapters, build.ops)
     if model_config.media is not None and build.groups.stages.rank == 0:
-        assert isinstance(model, DecoderLM), "only decoders take features"
-        model.tower = load_tower(
-            model_config,
-            build,
-            config.load_format,
-            is_mapped=not config.disable_mmap,
-            transforms=transforms_of(config, model_config),
-        )
+        assert isinstance(model, DecoderLM | WhisperLM), "only decoders take features"
+        for kind in model_config.media.towers:
+            model.tower_modules[kind] = load_tower(
+                model_config,
+                build,
+                config.load_format,
+                is_mapped=not config.disable_mmap,
+                transforms=transforms_of(config, model_config),
+                kind=kind,
+            )
     if config.is_watched:
         from banyan.runner.hooks import watch_layers
 

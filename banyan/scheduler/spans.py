@@ -24,28 +24,48 @@ LEAST_PLACES = 4
 to say which content it was."""
 
 
+class TowerWork(msgspec.Struct, frozen=True):
+    """
+    Attributes:
+        kind: of the contents that it reads.
+        blocks: of the tower.
+        patch_work, pair_work: multiply-adds of a block for each patch or mel frame, and for each
+            pair of them in one frame or window.
+    """
+
+    kind: str
+    blocks: int
+    patch_work: int = 0
+    pair_work: int = 0
+
+
 class ContentLimits(msgspec.Struct, frozen=True):
     """
     Attributes:
         pool_rows: feature rows that are kept at the same time; 0 = prompts have no spans.
-        blocks: of the tower; 0 = only clients give features.
-        patch_work, pair_work: multiply-adds of a block for each patch, and for each pair of
-            patches of one frame.
+        towers: what makes features here; of other kinds only clients give them.
         token_work: multiply-adds of the model for one token, in which pieces are charged.
+        is_cross: decoding reads features too, so running requests keep theirs.
     """
 
     pool_rows: int = 0
-    blocks: int = 0
-    patch_work: int = 0
-    pair_work: int = 0
+    towers: tuple[TowerWork, ...] = ()
     token_work: int = 1
+    is_cross: bool = False
+
+    def tower_of(self, kind: str) -> TowerWork | None:
+        """What makes features of contents of a kind; None = the client does."""
+        return next((tower for tower in self.towers if tower.kind == kind), None)
 
     def cost(self, content: Content) -> int:
         """What one block costs, in tokens."""
-        if content.kind == ContentKind.FEATURES:
+        tower = self.tower_of(content.kind)
+        if tower is None:
             return 0
         times, height, width = content.grid
-        work = self.patch_work + self.pair_work * height * width
+        if tower.kind == ContentKind.MEL:
+            height = 1
+        work = tower.patch_work + tower.pair_work * height * width
         return -(-times * height * width * work // max(1, self.token_work))
 
 
@@ -77,6 +97,7 @@ class SpanContents:
     Attributes:
         items: contents by digest, of requests and those whose features are kept.
         forgotten: numbers for the next plan's `forget`.
+        worked: the requests that pieces of the next plan are for, and their cost in tokens.
         dropped: digests whose data is of no use any more; some may have come again since.
     """
 
@@ -88,6 +109,7 @@ class SpanContents:
         self._numbers = 0
         self._ticks = 0
         self.forgotten: list[int] = []
+        self.worked: list[tuple[Request, int]] = []
         self.dropped: list[bytes] = []
 
     # -- requests -----------------------------------------------------------------------------
@@ -102,10 +124,9 @@ class SpanContents:
             known = self.items.get(content.digest)
             if known is not None and not _is_alike(known.content, content):
                 raise RequestError("The content has the digest of another one")
-            if content.kind != ContentKind.FEATURES and not self._limits.blocks:
-                raise RequestError(
-                    f"This model reads text only, not {content.kind}", code="not_available"
-                )
+            is_given = content.kind == ContentKind.FEATURES
+            if not is_given and self._limits.tower_of(content.kind) is None:
+                raise RequestError(f"This model does not read {content.kind}", code="not_available")
         rows = [content.rows for content in generate.contents]
         most = sum(rows) if self._whole_prompts else max(rows, default=0)
         if most > self._limits.pool_rows:
@@ -129,10 +150,9 @@ class SpanContents:
             item = self.items.get(content.digest)
             if item is None:
                 self._numbers += 1
-                is_given = content.kind == ContentKind.FEATURES
-                blocks = 1 if is_given else self._limits.blocks
+                tower = self._limits.tower_of(content.kind)
                 bare = msgspec.structs.replace(content, data=b"")
-                item = ContentItem(self._numbers, bare, blocks)
+                item = ContentItem(self._numbers, bare, 1 if tower is None else tower.blocks)
                 self.items[content.digest] = item
             item.users[request.id] = request
 
@@ -165,6 +185,7 @@ class SpanContents:
                 offset=span.offset,
                 shape=span.shape,
                 is_mutual=span.is_mutual,
+                token=-1 if span.token is None else span.token,
             )
             for span in request.generate.spans
         ]
@@ -221,7 +242,9 @@ class SpanContents:
                 builder.contents.append(_as_new(item))
                 item.is_sent = True
             builder.pieces.append(Piece(item.number, item.done, blocks))
-            builder.budget = max(0, builder.budget - blocks * self._limits.cost(item.content))
+            cost = blocks * self._limits.cost(item.content)
+            builder.budget = max(0, builder.budget - cost)
+            self.worked.append((request, cost))
             item.done += blocks
             item.step = builder.step
             if not item.is_ready and not self._whole_prompts:
@@ -264,7 +287,8 @@ class SpanContents:
         }
         is_running = request.state == RUNNING
         for other in running:
-            if other is not request and (not is_running or other.rank < request.rank):
+            is_first = self._limits.is_cross or not is_running or other.rank < request.rank
+            if other is not request and is_first:
                 kept |= {s.digest for s in _after(other.generate.spans, other.planned)}
         if not is_running:
             waiting = {u.rank: u for each in held for u in each.users.values()}
@@ -330,8 +354,8 @@ def last_end(spans: Sequence[Span], end: int) -> int:
 
 
 def _after(spans: Sequence[Span], start: int) -> Iterable[Span]:
-    """The spans that end after `start`."""
-    return (span for span in spans if span.end > start)
+    """The spans that places from `start` on are in or read."""
+    return (span for span in spans if span.end > start or span.token is not None)
 
 
 def _is_alike(one: Content, other: Content) -> bool:

@@ -225,5 +225,21 @@ class FlushRequest(msgspec.Struct, kw_only=True):
 
 
 VERTEX = Body(VertexRequest)
+
+
+class SpeechForm(msgspec.Struct, kw_only=True):
+    """A file of speech."""
+
+    file: str
+    model: str = ""
+    language: str = ""
+    prompt: str = ""
+    response_format: str = "json"
+    temperature: float = 0.0
+    stream: bool = False
+    timestamp_granularities: list[str] = []
+
+
+SPEECH = Body(SpeechForm, media="multipart/form-data")
 UPLOAD = Body(UploadForm, media="multipart/form-data")
 FLUSH = Body(FlushRequest, is_query=True)

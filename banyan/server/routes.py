@@ -21,11 +21,12 @@ from banyan.server.http.exchange import SEND_TIMEOUT_S, HttpExchange
 from banyan.server.http.listen import HttpListener
 from banyan.server.http.route import Body, Route
 from banyan.server.ollama.route import ollama_routes
+from banyan.server.openai import audio
 from banyan.server.openai.chat_completions import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.openai.files import file, files
 from banyan.server.openai.models import list_models, show_model
-from banyan.server.openapi import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
+from banyan.server.openapi import CHAT, COMPLETION, FLUSH, GENERATE, SPEECH, UPLOAD, VERTEX
 from banyan.server.responses.route import responses_routes
 from banyan.server.sglang import generate, pins, tokens
 from banyan.server.state import Handler, ServerState
@@ -59,7 +60,7 @@ _LAYOUT = "What the store calls its pages depends on this release, and nobody el
 _CORPUS = "Drafts come from what the server has seen, and corpora are not read."
 _PROFILE = "No traces are sent; /start_profile and /stop_profile record the steps in a file."
 _PEERS = "A server keeps the role of --disaggregation-mode."
-_AUDIO = "Audio models are not available in this build."
+_AUDIO = "Speech in both directions at once is not available in this build."
 _SETTINGS = "Settings are frozen at start-up; start the server again with other flags."
 _GC = "Garbage collection needs no freezing here; nothing was done."
 
@@ -91,7 +92,6 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
 _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/generate_from_file": (_POST, "Prompts as embeddings are not available in this build."),
     "/get_hicache_l3_cache_layout": (_GET, _LAYOUT),
-    "/v1/audio/transcriptions": (_POST, _AUDIO),
     "/v1/realtime": (_GET, _AUDIO),
     "/v1/decisions": (_POST, "Typed questions are not available in this build."),
     "/v1/systemone": (_POST, "Typed questions are not available in this build."),
@@ -157,6 +157,20 @@ def _openai_routes() -> list[Route]:
         Route("/v1/models", _GET, list_models, about="List the served models"),
         Route("/v1/models/", _GET, show_model, about="Get one model", below={"{model}": _GET}),
         *responses_routes(),
+        Route(
+            "/v1/audio/transcriptions",
+            _POST,
+            audio.transcriptions,
+            about="Transcribe a file of speech",
+            body=SPEECH,
+        ),
+        Route(
+            "/v1/audio/translations",
+            _POST,
+            audio.translations,
+            about="Translate a file of speech into English text",
+            body=SPEECH,
+        ),
         Route("/v1/files", _BOTH, files, about="List or upload batch files", body=UPLOAD),
         Route(
             "/v1/files/",

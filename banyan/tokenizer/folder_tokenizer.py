@@ -1,4 +1,5 @@
-"""Loads the tokenizer of a model folder: tokenizer.json and the JSON and template files next to it.
+"""Loads the tokenizer of a model folder: tokenizer.json, or an older vocabulary file
+(`tokenizer/vocabulary_files.py`), and the JSON and template files next to it.
 
 Reads the named tokens, the ids that end a generation, and the chat templates.
 """
@@ -16,6 +17,7 @@ from banyan.base.errors import ModelError
 from banyan.base.log import printable
 from banyan.base.os import open_regular
 from banyan.tokenizer.tokenizer import NAMED_TOKENS, Tokenizer, TokenizerFacts, build_backend
+from banyan.tokenizer.vocabulary_files import FolderVocabulary, read_vocabulary
 
 MAX_TOKENIZER_BYTES = 128 << 20
 """Size of a tokenizer.json; a vocabulary of 262,144 with its merges needs 33 MB."""
@@ -30,18 +32,13 @@ def load_folder_tokenizer(path: str) -> Tokenizer:
     Raises:
         ModelError: missing, too large or unreadable.
     """
-    file = os.path.join(path, "tokenizer.json")
-    if not os.path.exists(file):
-        raise ModelError(
-            f"{printable(path)!r} has no tokenizer.json",
-            "save the tokenizer with transformers (AutoTokenizer.from_pretrained(…)."
-            "save_pretrained(…)), or name a .gguf file",
-        )
-    text = _read_text(file, MAX_TOKENIZER_BYTES)
-    backend = build_backend(path, lambda: tokenizers.Tokenizer.from_str(text))
     config = _read_json(os.path.join(path, "tokenizer_config.json"))
+    vocabulary = build_backend(path, lambda: _vocabulary(path, config))
+    backend = vocabulary.backend
     _add_missing(backend, config, path)
-    named = _named_tokens(config, _read_json(os.path.join(path, "special_tokens_map.json")))
+    own = _named_tokens(config, _read_json(os.path.join(path, "special_tokens_map.json")))
+    named = {**vocabulary.named, **own}
+    add_bos = _flag(config, "add_bos_token")
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
     extra = extra.values() if isinstance(extra, dict) else extra
     facts = TokenizerFacts(
@@ -49,11 +46,29 @@ def load_folder_tokenizer(path: str) -> Tokenizer:
         named=named,
         eos_ids=_eos_ids(path, backend, named),
         special=tuple(t for t in map(_token_text, cast(Iterable[object], extra)) if t is not None),
-        add_bos=_flag(config, "add_bos_token"),
+        add_bos=vocabulary.add_bos if add_bos is None else add_bos,
         add_eos=_flag(config, "add_eos_token"),
         chat_templates=_chat_templates(path, config),
     )
     return Tokenizer(backend, facts)
+
+
+def _vocabulary(path: str, config: Mapping[str, object]) -> FolderVocabulary:
+    """Raises:
+    ModelError: there is none.
+    """
+    file = os.path.join(path, "tokenizer.json")
+    if os.path.exists(file):
+        text = _read_text(file, MAX_TOKENIZER_BYTES)
+        return FolderVocabulary(tokenizers.Tokenizer.from_str(text))
+    found = read_vocabulary(path, config)
+    if found is None:
+        raise ModelError(
+            f"{printable(path)!r} has no tokenizer.json, tokenizer.model, tiktoken.model, "
+            "tekken.json, or vocab.json with merges.txt",
+            "download the repository's tokenizer files, or name a .gguf file",
+        )
+    return found
 
 
 def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, object], path: str) -> None:

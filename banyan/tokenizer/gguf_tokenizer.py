@@ -110,10 +110,14 @@ def _read(path: str) -> tuple[tokenizers.Tokenizer, TokenizerFacts]:
 
 
 class GGUFVocabulary:
-    """The tokenizer keys of a GGUF file, checked."""
+    """The tokenizer keys of a GGUF file, checked.
 
-    def __init__(self, path: str, metadata: Mapping[str, object]) -> None:
-        self._path = path
+    Args:
+        kind: of the file, for messages.
+    """
+
+    def __init__(self, path: str, metadata: Mapping[str, object], kind: str = "GGUF file") -> None:
+        self._path, self._kind = path, kind
         self._metadata = metadata
         self._tokens = self._strings("tokens", MAX_VOCABULARY)
         if not self._tokens:
@@ -287,4 +291,4 @@ class GGUFVocabulary:
         return left, right
 
     def _error(self, text: str, hint: str = "convert the model to GGUF again") -> ModelError:
-        return ModelError(f"GGUF file {printable(self._path)!r} {text}", hint)
+        return ModelError(f"{self._kind} {printable(self._path)!r} {text}", hint)

@@ -20,10 +20,11 @@ from banyan.kv_cache.hierarchical_cache import (
 )
 from banyan.kv_cache.sizing import FULL, STATE, WINDOW, CacheGroup
 from banyan.messages.plan import StepLoad
+from banyan.messages.spans import ContentKind
 from banyan.runner.runner_config import Abilities
 from banyan.scheduler.budget import Priorities, SchedulerLimits
 from banyan.scheduler.hicache_fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
-from banyan.scheduler.spans import ContentLimits
+from banyan.scheduler.spans import ContentLimits, TowerWork
 from tests.border.faults import Faults
 from tests.border.laws import Device
 from tests.border.oracle import HashGrammar
@@ -128,9 +129,14 @@ def with_peer(world: World) -> World:
 def _content_limits(random: Random) -> ContentLimits:
     return ContentLimits(
         pool_rows=random.choice((9, 12, 20, 100)),
-        blocks=random.choice((1, 3, 8)),
-        patch_work=random.choice((0, 1, 2)),
-        pair_work=random.choice((0, 1)),
+        towers=(
+            TowerWork(
+                ContentKind.PATCHES,
+                blocks=random.choice((1, 3, 8)),
+                patch_work=random.choice((0, 1, 2)),
+                pair_work=random.choice((0, 1)),
+            ),
+        ),
         token_work=random.choice((1, 4)),
     )
 

@@ -21,7 +21,11 @@ def content_of(number: int) -> Content:
 
 
 def random_spans(
-    random: Random, prompt: list[int], limits: ContentLimits, chunk_tokens: int
+    random: Random,
+    prompt: list[int],
+    limits: ContentLimits,
+    chunk_tokens: int,
+    may_be_mutual: bool = True,
 ) -> tuple[list[int], tuple[Span, ...], tuple[Content, ...]]:
     """The prompt with contents in place of some of its tokens."""
     prompt, spans, contents = list(prompt), list[Span](), dict[bytes, Content]()
@@ -32,7 +36,7 @@ def random_spans(
         count = content.rows - offset
         if first + count > len(prompt) or content.rows > limits.pool_rows:
             continue
-        is_mutual = content.rows == 6 and count <= chunk_tokens
+        is_mutual = may_be_mutual and content.rows == 6 and count <= chunk_tokens
         prompt[first : first + count] = place_ids(content.digest, count, offset).tolist()
         spans.append(
             Span(first, count, content.digest, offset, kind=content.kind, is_mutual=is_mutual)
@@ -72,8 +76,8 @@ class FakeFeatures:
             self.failed.discard(number)
         for content in plan.contents:
             require(content.content not in self.made, f"{where}: content comes twice: {content}")
-            is_given = content.kind == ContentKind.FEATURES
-            self.made[content.content] = _Made(content, 0, 1 if is_given else self.limits.blocks)
+            tower = self.limits.tower_of(content.kind)
+            self.made[content.content] = _Made(content, 0, 1 if tower is None else tower.blocks)
             self.failed.discard(content.content)
         for piece in plan.pieces:
             if piece.content in self.failed:

@@ -39,7 +39,7 @@ class FarModel:
 
     prunes_to_outputs = False
     takes_features = False
-    tower = None
+    towers: dict = {}
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class FaultyModel:
         self.caches = model.caches
         self.prunes_to_outputs = model.prunes_to_outputs
         self.takes_features = model.takes_features
-        self.tower = model.tower
+        self.towers = model.towers
         self.logits = model.logits
         self.classify = model.classify
         self._model = model

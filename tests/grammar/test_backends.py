@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
 from banyan.grammar.base import Backend, masks_for, stand_ins
-from banyan.grammar.constrained import Constrained
-from banyan.messages.requests import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
+from banyan.grammar.constrained import AnyText, Constrained
+from banyan.messages.requests import EBNF, FREE, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
 from banyan.requests.constraint import Tag, tool_calls_constraint
 from tests.grammar.play import (
     END,
@@ -312,6 +312,52 @@ def test_a_constraint_that_begins_after_the_thinking_leaves_it_free(backend: Bac
     assert write(grammar, "ok")
     grammar.rollback(3)
     assert ord("z") in allowed(grammar), "the border itself is undone"
+
+
+def free(after: tuple[int, ...], budget: int, opening: tuple[int, ...] = ()) -> Constrained:
+    constraint = Constraint(FREE, "", after, budget, opening)
+    return Constrained(AnyText(), MASKS, MASKS.text(constraint), after, budget, opening)
+
+
+def test_thinking_that_uses_up_its_budget_is_ended():
+    grammar = free((10, 11, 12), budget=3)
+    for token in (ord("x"), TOOL, ord("y")):
+        assert TOOL in allowed(grammar) and grammar.forced() == []
+        assert grammar.accept(token)
+    assert grammar.forced() == [10, 11, 12]
+    for token in (10, 11, 12):
+        assert allowed(grammar) == [token] and not grammar.accept(ord("x"))
+        assert grammar.accept(token)
+    assert END in allowed(grammar) and TOOL in allowed(grammar) and grammar.forced() == []
+    assert grammar.accept(TOOL) and grammar.accept(END) and grammar.is_ended
+    grammar.rollback(3)
+    assert allowed(grammar) == [12] and not grammar.is_ended
+    grammar.rollback(3)
+    assert ord("z") in allowed(grammar), "the budget's last token is undone"
+
+
+def test_an_end_that_has_begun_within_the_budget_goes_on():
+    grammar = free((10, 11, 12), budget=3)
+    for token in (ord("x"), 10, 11):
+        assert grammar.accept(token)
+    assert grammar.forced() == [12] and allowed(grammar) == [12]
+
+
+def test_thinking_that_ends_by_itself_has_no_forced_end():
+    grammar = free((10, 11), budget=4)
+    for token in (ord("x"), 10, 11, *b"a long answer"):
+        assert grammar.accept(token) and grammar.forced() == []
+
+
+def test_a_budget_is_for_an_output_that_begins_with_thinking():
+    grammar = free((10, 11), budget=3, opening=(5, 6))
+    for token in b"an answer without thinking":
+        assert grammar.accept(token) and grammar.forced() == []
+    assert END in allowed(grammar)
+    thinks = free((10, 11), budget=3, opening=(5, 6))
+    for token in (5, 6, 9):
+        assert thinks.accept(token)
+    assert thinks.forced() == [10, 11]
 
 
 def test_a_special_token_is_allowed_only_where_the_constraint_names_it(full_backend: Backend):

@@ -18,7 +18,7 @@ from banyan.media.preparation import (
     check_media,
     expanded,
 )
-from banyan.media.processes import WorkerEnded
+from banyan.media.processes import DecodedPicture, WorkerEnded
 from tests.support.pictures import (
     byte_tokenizer,
     encoded,
@@ -57,7 +57,7 @@ def test_a_picture_becomes_patches_and_places() -> None:
     (item,) = prepared(service, part(png(60, 40)))
     assert item.content.grid == (1, 4, 6) and item.content.rows == 6 and item.shape == (1, 2, 3)
     assert len(item.content.data) == 24 * 3 * 2 * 14 * 14
-    whole = expanded([7, service.placeholder, 8, service.placeholder], [item, item], 256)
+    whole = expanded([7, 256, 8, 256], [item, item], {256: "pictures"})
     assert whole.ids == [7, *[256] * 6, 8, *[256] * 6]
     assert [(s.first, s.count, s.offset, s.shape) for s in whole.spans] == [
         (1, 6, 0, (1, 2, 3)),
@@ -70,7 +70,7 @@ def test_a_prompt_has_as_many_places_as_pictures() -> None:
     (item,) = prepared(media_service(), part(png()))
     for ids, items in (([1], [item]), ([256, 256], [item]), ([256], [])):
         with pytest.raises(RequestError, match="places for pictures"):
-            expanded(ids, items, 256)
+            expanded(ids, items, {256: "pictures"})
 
 
 def test_a_request_has_a_number_of_pictures() -> None:
@@ -218,7 +218,7 @@ def test_a_task_over_its_time_ends_its_process() -> None:
 
     async def run() -> None:
         with pytest.raises(WorkerEnded):
-            await service._workers.run(None, 0.0)  # type: ignore[arg-type]
+            await service._workers.run(None, DecodedPicture, 0.0)  # type: ignore[arg-type]
         assert await service.prepare([part(png())])
 
     asyncio.run(run())

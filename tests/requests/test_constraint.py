@@ -43,6 +43,9 @@ def test_the_encoded_form_survives_a_round_trip():
         for after in ((), (7,), (1, 2, 3)):
             one = Constraint("regex", text, after)
             assert Constraint.decode(one.encode()) == one
+    for opening in ((), (4, 5)):
+        one = Constraint("free", "", (7, 8), 1 << 30, opening)
+        assert Constraint.decode(one.encode()) == one
 
 
 @pytest.mark.parametrize("encoded", ["", "regex", "python:x", "@3:x"])

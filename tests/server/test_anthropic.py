@@ -347,9 +347,10 @@ def test_what_is_not_honoured_is_reported(model: Site) -> None:
         cache_control={"type": "ephemeral"},
     )
     warned = httpx.post(model.url + PATH, json=fields).headers["x-banyan-warnings"]
-    for name in ("metadata", "thinking.budget_tokens", "context_management", "claude-x"):
+    for name in ("metadata", "context_management", "claude-x"):
         assert name in warned
-    assert "cache_control" not in warned
+    assert "cache_control" not in warned and "budget" not in warned
+    assert Constraint.decode(model.generator.asked[-1].message.grammar).budget == 2048
 
 
 def test_members_that_nothing_reads_are_reported(model: Site) -> None:

@@ -9,6 +9,7 @@ import pytest
 from openai.types import Completion
 
 from banyan.chat_template.named_templates import FillIn
+from banyan.messages.requests import Constraint
 from banyan.requests import constraint
 from banyan.requests.request_spec import RequestSpec
 from banyan.server.openai.schema import (
@@ -204,6 +205,26 @@ def test_each_choice_of_several_has_its_own_calls_and_thoughts(
     assert len(set(ids)) == 3
     assert [c["message"]["reasoning_content"] for c in answer["choices"]] == ["a"] * 3
     assert {c["finish_reason"] for c in answer["choices"]} == {"tool_calls"}
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget"])
+def test_a_budget_of_thinking_reaches_the_engine(site: Site, http: httpx.Client, name: str) -> None:
+    site.state.service = service_with(site)
+    end = tuple(site.tokenizer.encode("</think>", add_special_tokens=False))
+    says(site, "<think>a</think>b")
+    body = {"messages": USER, name: 12}
+
+    assert http.post(PATH, json=body).status_code == 200
+    free = Constraint.decode(site.generator.asked[-1].message.grammar)
+    assert (free.kind, free.after, free.budget) == ("free", end, 12)
+    assert http.post(PATH, json={**body, "regex": "a+"}).status_code == 200
+    both = Constraint.decode(site.generator.asked[-1].message.grammar)
+    assert (both.kind, both.text, both.after, both.budget) == ("regex", "a+", end, 12)
+
+    for wrong in (0, -1, 1 << 31, 1 << 53, 1 << 63, 1 << 64, "x", 1.5, True):
+        assert http.post(PATH, json={**body, name: wrong}).status_code == 400, wrong
+    site.state.service = service_with(site, reasoning="none")
+    assert name in http.post(PATH, json=body).headers["x-banyan-warnings"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

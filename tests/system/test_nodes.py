@@ -161,7 +161,7 @@ def test_a_node_that_does_not_come_is_named(tiny_model, tmp_path):
 
 def test_a_node_with_other_weights_is_turned_away_on_both_sides(tiny_model, tmp_path):
     port, others = free_port(), write_tiny_model(tmp_path / "others", seed=1)
-    flags = ("--dist-timeout", "8")
+    flags = ("--dist-timeout", "60")
     with node(tmp_path, 1, port, others) as other, node(tmp_path, 0, port, tiny_model, *flags) as a:
         assert other.exit_code(60) != 0
         assert "the leader turned this node away: it has another model" in other.tail()

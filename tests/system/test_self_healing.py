@@ -175,9 +175,7 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
             begins = len(running.log.read_text(errors="replace"))
             began = time.monotonic()
             found.strike(struck, number)
-            noticed = wait_until(
-                lambda: not found.is_whole(), DEADLINE_S + 10.0, "the fault to be noticed"
-            )
+            noticed = wait_until(lambda: not found.is_whole(), CALL_S, "the fault to be noticed")
             noticed_s[number.name].append(noticed)
             if is_rank and number == signal.SIGKILL:
                 lacks = partial(missing_of, running.log, begins, struck)

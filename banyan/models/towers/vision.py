@@ -6,7 +6,7 @@ nothing else, and pieces compute what the whole does.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,20 +68,20 @@ class Tower(Protocol):
     blocks: int
     width: int
 
-    def begin(self, content: Tensor, grid: Grid) -> TowerState:
-        """content: uint8 [patches, values of a patch], in the order of `patch_grid`."""
+    def begin(self, content: Tensor, grid: Grid) -> Any:
+        """The state of one item; only this tower reads it.
+
+        content: uint8 [patches, values of a patch], in the order of `patch_grid`, or fp32
+        [windows, bands, frames].
+        """
         ...
 
-    def run(self, state: TowerState, first_block: int, blocks: int) -> None:
+    def run(self, state: Any, first_block: int, blocks: int) -> None:
         """Run some blocks; the first is the one after the last that was run."""
         ...
 
-    def end(self, state: TowerState) -> Tensor:
+    def end(self, state: Any) -> Tensor:
         """After all blocks; returns the feature rows, [rows, width]."""
-        ...
-
-    def cost(self, grid: Grid) -> int:
-        """Multiply-adds of one block, the mean over all blocks."""
         ...
 
 
@@ -252,7 +252,7 @@ class VisionTower(nn.Module):
 
     def __init__(self, model_config: ModelConfig, build: Build) -> None:
         super().__init__()
-        assert model_config.media is not None
+        assert model_config.media is not None and model_config.media.tower is not None
         self.model_config = model_config
         self.config = config = model_config.media.tower
         self.dtype, self.device = build.dtype, build.device
@@ -268,6 +268,7 @@ class VisionTower(nn.Module):
         self.deep = nn.ModuleList(
             PatchMerger(config, group, build, is_norm_last=True) for _ in config.deep_blocks
         )
+        self.newline = LearnedVector(config.out, build) if config.has_newline else None
         self.frequencies = _frequencies(config).to(build.device)  # [axes, pairs of each]
 
     @staticmethod
@@ -321,10 +322,12 @@ class VisionTower(nn.Module):
         if not self.config.is_by_block and self.config.merge > 1:
             x = x[by_block(state.grid, self.config.merge).to(self.device)]
         rows = self._in_order(self.merger(self._cells(x)), state.order)
+        if self.newline is not None:
+            rows = torch.cat([rows, self.newline.values.unsqueeze(0)])
         return torch.cat([rows, *state.deep], dim=1)
 
     def cost(self, grid: Grid) -> int:
-        """See `Tower`."""
+        """Multiply-adds of one block, the mean over all blocks."""
         config = self.config
         frames, height, width = grid
         patches = frames * height * width

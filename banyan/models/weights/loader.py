@@ -23,11 +23,13 @@ from banyan.formats.gguf import growths, kept_bytes
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.weight_slot import Layer, WeightSlot
+from banyan.model_config.media import MEL, PATCHES
 from banyan.model_config.model_config import ModelConfig
 from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.mtp import DraftLM
+from banyan.models.towers.sound import SoundTower
 from banyan.models.towers.vision import VisionTower
 from banyan.models.weights.checkpoint_layouts import (
     with_heads_of_keys,
@@ -43,6 +45,7 @@ from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.quant.fp8 import with_plain_floats
 from banyan.models.weights.reader import Transform, read_tensors, tensor_types
+from banyan.models.whisper import WhisperLM
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps
 from banyan.ops.stored import E4M3, RawTensor, StoredWeight
@@ -107,9 +110,11 @@ def load_model(
             hint="leave it at auto",
         )
     family = FAMILIES.load(model_config.architecture)
-    model: DecoderLM | EncoderLM
+    model: DecoderLM | EncoderLM | WhisperLM
     if model_config.is_encoder:
         model = EncoderLM(model_config, build)
+    elif model_config.architecture == "WhisperForCausalLM":
+        model = WhisperLM(model_config, build)
     else:
         model = DecoderLM(model_config, family, build, served_length)
     if watch is not None:
@@ -181,21 +186,30 @@ def load_tower(
     seed: int = 0,
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
-) -> VisionTower:
-    """Build this rank's part of the tower of a multimodal model and load its weights.
+    kind: str = PATCHES,
+) -> VisionTower | SoundTower:
+    """Build this rank's part of a tower of a multimodal model and load its weights.
 
     Args: as for `load_model`; the model config has a `media`.
+        kind: of the contents that the tower reads.
 
     Raises:
         ModelError: missing, unknown or mis-shaped tensors, unreadable files.
     """
-    tower, names = VisionTower(model_config, build), NESTED[model_config.outer].tower
+    form = NESTED[model_config.outer]
+    tower: VisionTower | SoundTower
+    if kind == MEL:
+        tower, names, others = SoundTower(model_config, build), form.sound, form.tower
+    else:
+        tower, names, others = VisionTower(model_config, build), form.tower, form.sound
     assert names is not None
     if load_format == "dummy":
         fill_dummy(tower, build, seed)
     else:
         tensors = _tower_tensors(model_config, is_mapped, transforms, build.ops)
-        Filling(tower, names).run(tensors)
+        if others is not None:
+            tensors = ((n, t) for n, t in tensors if place_of(n, others) is None)
+        Filling(tower, names).run(_of_blocks(tensors, names, tower.blocks))
     return tower.eval()
 
 
@@ -216,19 +230,18 @@ def _tower_tensors(
         tensors = transform(tensors)
     if not isinstance(ops, BoundOps) or E4M3 not in ops.kept_types:
         tensors = with_plain_floats(tensors)
-    return _of_blocks(tensors, model_config)
+    return tensors
 
 
 def _of_blocks(
-    tensors: Iterator[tuple[str, Stored]], model_config: ModelConfig
+    tensors: Iterator[tuple[str, Stored]], names: NameMap, blocks: int
 ) -> Iterator[tuple[str, Stored]]:
     """Without the blocks after the one whose outputs are the features, and with parameters that
     are stored as a batch of one as they are."""
-    names, media = NESTED[model_config.outer].tower, model_config.media
-    assert names is not None and media is not None
     for name, tensor in tensors:
         place = place_of(name, names)
-        if place is not None and block_of(place.module) >= media.tower.blocks:
+        is_block = place is not None and place.module.startswith("layers.")
+        if place is not None and is_block and block_of(place.module) >= blocks:
             continue
         if isinstance(tensor, StoredWeight) and not name.endswith((".weight", ".bias")):
             while tensor.shape[:1] == (1,):
@@ -310,7 +323,7 @@ class Filling:
 
     def __init__(
         self,
-        model: DecoderLM | EncoderLM | DraftLM | VisionTower,
+        model: DecoderLM | EncoderLM | WhisperLM | DraftLM | VisionTower | SoundTower,
         names: NameMap,
         watch: BlockWatch | None = None,
     ) -> None:
@@ -444,7 +457,8 @@ class Filling:
         key, layer = (module, slot), self.layers[module]
         if not self.open[key].keeps_blocks(part, tensor):
             self.unpacked.append(f"{module}.{slot}")
-        if self.names.norm_offset and slot == "weight" and isinstance(layer, RMSNorm | LayerNorm):
+        kinds = RMSNorm if self.names.is_rms_offset else RMSNorm | LayerNorm
+        if self.names.norm_offset and slot == "weight" and isinstance(layer, kinds):
             tensor = StoredWeight.from_tensor(tensor.dense.float() + self.names.norm_offset)
         parts = self.waiting.setdefault(key, {})
         parts[part] = tensor
@@ -497,7 +511,7 @@ def block_of(module: str) -> int:
 
 
 def fill_dummy(
-    model: DecoderLM | EncoderLM | DraftLM | VisionTower,
+    model: DecoderLM | EncoderLM | WhisperLM | DraftLM | VisionTower | SoundTower,
     build: Build,
     seed: int,
     watch: BlockWatch | None = None,

@@ -30,6 +30,7 @@ FIELD_NAMES: Mapping[str, str] = {
     "max_new_tokens": "max_tokens",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 """Field of a chat request -> its name in the Messages API."""
 
@@ -126,8 +127,6 @@ def _thinking(request: CountRequest, report: Report) -> Json:
         raise RequestError(
             f"thinking.budget_tokens must be at least {_MIN_BUDGET}, got {budget}", param="thinking"
         )
-    if budget is not None:
-        report("thinking.budget_tokens", "thinking is bounded by max_tokens alone")
     if thinking.display not in (None, "summarized", "omitted"):
         raise RequestError("thinking.display must be summarized or omitted", param="thinking")
     if thinking.display == "summarized":
@@ -135,7 +134,11 @@ def _thinking(request: CountRequest, report: Report) -> Json:
     if thinking.type == "disabled" and effort is not None:
         report("output_config.effort", "not used while thinking is disabled")
         effort = None
-    return {"thinking": {"type": thinking.type}, "reasoning_effort": effort}
+    return {
+        "thinking": {"type": thinking.type},
+        "reasoning_effort": effort,
+        "thinking_token_budget": None if thinking.type == "disabled" else budget,
+    }
 
 
 def _form(request: CountRequest) -> Json:

@@ -3,6 +3,7 @@
 The order is: tools, prompt, sampling and constraint, specs. CPU work that grows with the request:
 routes call it off the event loop (`HttpExchange.read`)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from banyan.base.errors import RequestError
@@ -11,7 +12,7 @@ from banyan.media.preparation import Expanded
 from banyan.messages.requests import NO_SCORES
 from banyan.parsers.answer_parser import AnswerFormat
 from banyan.parsers.reasoning import ReasoningFormat
-from banyan.requests.constraint import start_after
+from banyan.requests.constraint import start_after, with_budget
 from banyan.requests.request_spec import PromptSpec, RequestContext, RequestSpec, ScoreOptions
 from banyan.requests.sampling_params import (
     ParsedSampling,
@@ -95,6 +96,9 @@ def plan_chat(
         warn(name, why)
     form = _form(service, request, use, ids)
     parsed = _guided(service, parsed, form, use, ids)
+    bounds = _thinking_budget(request)
+    if bounds:
+        parsed = _bounded(service, parsed, form, ids, bounds, warn)
 
     scores = ScoreOptions(NO_SCORES if top is None else len(ids), top or 0)
     spec = PromptSpec(ids, parsed, scores, adapter, spans=prompt.spans, contents=prompt.contents)
@@ -239,6 +243,47 @@ def _guided(
     if not grammar:
         grammar = use.grammar(end)
     return replace(parsed, text=text, grammar=grammar)
+
+
+def _thinking_budget(request: ChatRequest) -> Mapping[str, int]:
+    """Most tokens of the thinking, under vLLM's name or DashScope's; {} = no bound."""
+    found = {
+        name: value
+        for name, value in (
+            ("thinking_token_budget", request.thinking_token_budget),
+            ("thinking_budget", request.thinking_budget),
+        )
+        if value is not None
+    }
+    for name, value in found.items():
+        if not 1 <= value < 1 << 31:
+            raise RequestError(f"{name} must be at least 1, got {value}", param=name)
+    if len(set(found.values())) > 1:
+        names = " and ".join(found)
+        raise RequestError(f"{names} differ; give one", param="thinking_budget")
+    return found
+
+
+def _bounded(
+    service: Service,
+    parsed: ParsedSampling,
+    form: AnswerFormat,
+    ids: list[int],
+    bounds: Mapping[str, int],
+    warn: Report,
+) -> ParsedSampling:
+    """The sampling whose thinking is ended after so many tokens."""
+    (name, budget), tokenizer = next(iter(bounds.items())), service.required_tokenizer()
+    end, answer = _thinking_delimiters(service, form, tokenizer, ids)
+    if not end or form.reasoning is None:
+        warn(name, "the answer does not begin with thinking")
+        return parsed
+    if end != answer:
+        warn(name, "this model's thinking ends in another part of the answer")
+        return parsed
+    start = tokenizer.encode(form.reasoning.start, add_special_tokens=False)
+    grammar = with_budget(parsed.grammar, budget, () if form.starts_inside else start, end)
+    return replace(parsed, grammar=grammar)
 
 
 def _thinking_delimiters(

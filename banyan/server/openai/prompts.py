@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_list, is_object
 from banyan.chat_template.template import REASONING_MEMBERS, RESERVED
-from banyan.media.parts import MediaPart, is_media, read_part
+from banyan.media.parts import PartReader, is_media
 from banyan.media.preparation import Expanded, expanded, unread_options
 from banyan.parsers.partial_json import object_text
 from banyan.parsers.tool_calls.base import CallTag
@@ -66,8 +66,10 @@ def chat_ids(context: RequestContext, service: Service, chat: Conversation) -> E
         ("chat_template_kwargs", chat.options),
     ):
         check_depth(value, param)
-    parts: list[MediaPart] | None = [] if service.media else None
-    messages = checked_messages(chat.messages, chat.continue_final_message, parts)
+    media = service.media
+    reader = None if media is None else PartReader(media.takes)
+    messages = checked_messages(chat.messages, chat.continue_final_message, reader)
+    parts = [] if reader is None else reader.parts
     items = context.media.of(parts) if parts else []
     if chat.continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
@@ -88,12 +90,12 @@ def chat_ids(context: RequestContext, service: Service, chat: Conversation) -> E
         variables=chat.options,
         fit=lambda text: fitted_text(tokenizer, text, service.limits),
     )
-    if service.media is None:
+    if media is None:
         return Expanded(ids)
-    for part in parts or []:
-        for name in unread_options(service.media.model.rule, part):
+    for part in parts:
+        for name in unread_options(media.model.rule, part):
             context.warn_or_refuse(f"{part.param}.{name}", "pictures of this model have one size")
-    return expanded(ids, items, service.media.placeholder)
+    return expanded(ids, items, media.placeholders)
 
 
 def text_ids(
@@ -132,7 +134,7 @@ def checked_ids(ids: list[int], service: Service, param: str) -> list[int]:
 
 
 def checked_messages(
-    messages: list[Json], continues_last: bool = False, media: list[MediaPart] | None = None
+    messages: list[Json], continues_last: bool = False, media: PartReader | None = None
 ) -> list[Json]:
     """Messages with known roles, with a text or parts as content, and with objects as the arguments
     of their calls.
@@ -140,7 +142,7 @@ def checked_messages(
     Args:
         continues_last: the arguments of the very last call stay as they are, for the model to
             continue them.
-        media: gets the parts that are pictures, in order; None = they are refused.
+        media: reads the parts that are pictures or sounds; None = they are refused.
     """
     if not messages:
         raise RequestError("Messages cannot be empty.", param="messages")
@@ -206,7 +208,7 @@ def whole_texts(message: Json) -> Json:
     return {k: "".join(v) if isinstance(v, _Growing) else v for k, v in message.items()}
 
 
-def _message(message: Json, index: int, is_open: bool, media: list[MediaPart] | None) -> Json:
+def _message(message: Json, index: int, is_open: bool, media: PartReader | None) -> Json:
     role = message.get("role")
     known = role.lower() if isinstance(role, str) and len(role) <= 32 else ""
     if known not in _ROLES:
@@ -252,7 +254,7 @@ def _without_thinking(parts: list[object]) -> tuple[list[object], str]:
 
 
 def _content(
-    content: object, index: int, role: str, media: list[MediaPart] | None
+    content: object, index: int, role: str, media: PartReader | None
 ) -> str | list[Json] | None:
     if content is None:
         return None if role == "assistant" else ""
@@ -265,8 +267,8 @@ def _content(
     found: list[Json] = []
     for number, part in enumerate(content):
         if media is not None and is_object(part) and is_media(part):
-            media.append(read_part(part, f"messages[{index}].content[{number}]"))
-            found.append({"type": media[-1].kind})
+            kind = media.read(part, f"messages[{index}].content[{number}]")
+            found.append({"type": kind})
         else:
             found.append({"type": "text", "text": _part_text(part, index)})
     return found

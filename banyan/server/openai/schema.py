@@ -70,6 +70,9 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = True
     reasoning_effort: str | None = None
     thinking: bool | dict[str, object] | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
+    """The same under DashScope's name."""
     separate_reasoning: bool | None = True
     stream_reasoning: bool | None = True
     logprobs: bool | None = False
