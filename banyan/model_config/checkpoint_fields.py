@@ -4,7 +4,7 @@ Checkpoints are untrusted input: every value is checked here, and errors name th
 """
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 
 from banyan.base.errors import ModelError
@@ -62,7 +62,7 @@ class CheckpointFields:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, value, "a number")
-        if not math.isfinite(value) or not low <= value <= high:
+        if not low <= value <= high or abs(value) > sys.float_info.max:
             raise self.error(key, value, f"in [{low:g}, {high:g}]")
         return float(value)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Annotated
 
 import msgspec
 
@@ -25,9 +26,9 @@ class Arrival:
 
 
 class _MooncakeLine(msgspec.Struct):
-    timestamp: int
-    input_length: int
-    output_length: int
+    timestamp: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+    input_length: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
     hash_ids: list[int]
 
 
