@@ -35,6 +35,10 @@ class Scattered:
     def launch(self, plan: StepPlan) -> SimpleNamespace:
         return SimpleNamespace(result=lambda: SimpleNamespace(error="", failed=[]))
 
+    @property
+    def forward(self) -> "Scattered":
+        return self
+
     def op_times(self) -> list[OpTime]:
         return [OpTime("linear", self.took_s.pop(), 1.0, 1.0)]
 

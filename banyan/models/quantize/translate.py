@@ -81,8 +81,15 @@ def translated(source: SourceCheckpoint, has_stacks: bool = True) -> list[Transl
         has_stacks: experts may lie in one tensor, where the form has such; else each has its own.
 
     Raises:
-        ModelError: a tensor that the other form of this family has no name for.
+        ModelError: a tensor that the other form of this family has no name for, or whose rows lie
+            in an order of their own.
     """
+    if any(names.grouped or names.transposed for names in (source.names, source.other_names)):
+        raise ModelError(
+            f"{source.model_config.architecture} keeps rows in an order of its own, which is not "
+            "brought into the other form's order",
+            hint="choose one of the types that keep the form",
+        )
     slots: dict[_Slot, list[_Piece]] = {}
     for name in source.tensors:
         if source.names.rope_divisors and name == source.names.rope_divisors:

@@ -11,6 +11,8 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.export import differences
+from banyan.models.quantize.source import SourceCheckpoint
+from banyan.models.quantize.translate import translated
 from banyan.tokenizer.load import load_tokenizer
 from banyan.tokenizer.write import gguf_words
 from tests.models import test_gguf_experts as experts
@@ -162,3 +164,11 @@ def test_what_a_file_cannot_say_is_refused_before_it_is_written(variant, changes
         made(tmp_path / "in", tmp_path / "out.gguf", "f16")
 
     assert {file.name for file in tmp_path.iterdir()} == {"in"}
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bloom"])
+def test_rows_in_an_order_of_their_own_are_refused(case, tmp_path):
+    tiny(case, tmp_path)
+
+    with pytest.raises(BanyanError, match="an order of its own"):
+        translated(SourceCheckpoint(read_model_config(str(tmp_path))))
