@@ -52,8 +52,6 @@ _NESTED_ELSEWHERE = {
     "Qwen3_5ForConditionalGeneration": "test_families.py",
     "Qwen3_5MoeForConditionalGeneration": "test_families.py",
 }
-_TEXT_ONLY = ("Gemma3ForConditionalGeneration",)
-"""No attention kernel lets the tokens of a picture see each other in both directions."""
 _NESTED_HEAD = "| multimodal class | text model | takes | weights of its towers |"
 
 
@@ -111,7 +109,7 @@ def nested() -> str:
             raise LookupError(f"nothing in tests/models/test_nested.py tries {name}")
         text = f"`{form.text}`" if form.text else "named by its configuration"
         towers = _marked([prefix.rstrip(".") for prefix in form.towers])
-        kinds = {"pictures": form.tower and name not in _TEXT_ONLY, "sound": form.sound}
+        kinds = {"pictures": form.tower, "sound": form.sound}
         taken = ", ".join(kind for kind, names in kinds.items() if names) or "–"
         lines.append(f"| `{name}` | {text} | {taken} | {towers} |")
     return "\n".join(lines)

@@ -5,11 +5,13 @@ tokenizer, plain English words if there is no tokenizer, or bare ids if only the
 vocabulary is known. The same seed gives the same prompts. Nothing is downloaded.
 """
 
+import base64
 import csv
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +32,7 @@ class Prompt:
         ids: None when only the text is known.
         length: tokens as intended; the server's own count is what the results use.
         arrival_s: when a trace sent it, from the start of the trace.
+        images: data URLs of pictures, which `length` does not count.
     """
 
     text: str
@@ -37,6 +40,7 @@ class Prompt:
     length: int
     output_len: int
     arrival_s: float = 0.0
+    images: tuple[str, ...] = ()
 
 
 _TEXT = """time year people way day man thing woman life child world school state family student
@@ -205,6 +209,54 @@ def _random_ids(options: DataOptions, lexicon: Lexicon) -> list[Prompt]:
     return [prompt_of(lexicon, lexicon.draw(random, i), o) for i, o in pairs]
 
 
+_RESOLUTIONS = {"4k": (2160, 3840), "1080p": (1080, 1920), "720p": (720, 1280), "360p": (360, 640)}
+"""Name -> height, width."""
+_MOST_IMAGE_SIDE = 16_384
+
+
+def _image(options: DataOptions, lexicon: Lexicon) -> list[Prompt]:
+    """Random words, as of `random`, and pictures that nobody has sent before."""
+    height, width = _resolution(options.image_resolution)
+    if options.image_count < 1:
+        raise ConfigError(f"--image-count {options.image_count} is less than one picture")
+    random = Random(options.seed)
+    prompts = []
+    for prompt in _random(options, lexicon):
+        most = options.image_count
+        count = random.randint(1, most) if options.random_image_count else most
+        images = tuple(_picture(options, random, height, width) for _ in range(count))
+        prompts.append(replace(prompt, images=images))
+    return prompts
+
+
+def _resolution(text: str) -> tuple[int, int]:
+    if text in _RESOLUTIONS:
+        return _RESOLUTIONS[text]
+    height, _, width = text.partition("x")
+    sides = [int(side) for side in (height, width) if side.isascii() and side.isdigit()]
+    if len(sides) != 2 or not all(1 <= side <= _MOST_IMAGE_SIDE for side in sides):
+        raise ConfigError(
+            f"--image-resolution {text[:40]!r} is no size",
+            hint=f"choose one of {', '.join(_RESOLUTIONS)}, or HEIGHTxWIDTH like 448x640",
+        )
+    return sides[0], sides[1]
+
+
+def _picture(options: DataOptions, random: Random, height: int, width: int) -> str:
+    """A picture as data URL. Blank ones differ by their colour."""
+    from PIL import Image  # only this data set draws
+
+    if options.image_content == "blank":
+        colour = (random.randrange(256), random.randrange(256), random.randrange(256))
+        picture = Image.new("RGB", (width, height), colour)
+    else:
+        picture = Image.frombytes("RGB", (width, height), random.randbytes(3 * width * height))
+    file = io.BytesIO()
+    picture.save(file, options.image_format.upper())
+    data = base64.b64encode(file.getvalue()).decode()
+    return f"data:image/{options.image_format};base64,{data}"
+
+
 def _lengths(options: DataOptions, random: Random) -> list[tuple[int, int]]:
     """(input, output) lengths, uniform between `random_range_ratio` of the length and all of it."""
     inputs, outputs = options.random_input_len, options.random_output_len
@@ -360,6 +412,7 @@ def _json_lines(raw: str) -> list[dict]:
 DATASETS: dict[str, Callable[[DataOptions, Lexicon], list[Prompt]]] = {
     "random": _random,
     "random-ids": _random_ids,
+    "image": _image,
     "generated-shared-prefix": _shared_prefix,
     "sharegpt": _sharegpt,
     "custom": _sharegpt,

@@ -241,7 +241,11 @@ def _read_completions(event: Json, at: float, answer: Answer) -> None:
 
 def _chat_body(prompt: Prompt, request_options: RequestOptions) -> Json:
     body = _openai_body(prompt, request_options)
-    body["messages"] = [{"role": "user", "content": prompt.text}]
+    content: object = prompt.text
+    if prompt.images:
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in prompt.images]
+        content = [*parts, {"type": "text", "text": prompt.text}]
+    body["messages"] = [{"role": "user", "content": content}]
     if request_options.return_logprob or request_options.top_logprobs:
         body |= {"logprobs": True, "top_logprobs": request_options.top_logprobs}
     return body

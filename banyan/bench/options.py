@@ -22,9 +22,6 @@ _REFUSED = {
     "plot-throughput": "use --plot FILE.png",
     "lora-name": "adapters are not served",
     "apply-chat-template": "use a chat backend: the server applies its own",
-    "image-count": "images are not served",
-    "image-resolution": "images are not served",
-    "random-image-count": "images are not served",
     "pd-separated": "profiles are not taken here",
     "rust-client": "there is one client, and it reports what it costs",
     "agentic-max-turns": "the agentic data set is not offered",
@@ -46,7 +43,8 @@ class DataOptions:
 
     dataset_name: str = option(
         "random",
-        "random, random-ids, generated-shared-prefix, sharegpt, custom, openai, mooncake or azure",
+        "random, random-ids, image, generated-shared-prefix, sharegpt, custom, openai, mooncake or "
+        "azure",
     )
     dataset_path: str = option("", "file of the data set")
     dataset_offset: int = option(0, "first entry of the file to use")
@@ -57,6 +55,11 @@ class DataOptions:
     random_range_ratio: float = option(
         0.0, "lengths are uniform from this share of the longest; 1 = all equal"
     )
+    image_count: int = option(1, "pictures of a request, for a chat backend")
+    random_image_count: bool = option(False, "1 to --image-count pictures")
+    image_resolution: str = option("1080p", "4k, 1080p, 720p, 360p or HEIGHTxWIDTH")
+    image_format: str = option("jpeg", "of the files", choices=("jpeg", "png"))
+    image_content: str = option("random", "noise or one colour", choices=("random", "blank"))
     sharegpt_output_len: int | None = option(None, "output length instead of the file's")
     sharegpt_context_len: int | None = option(None, "leave out what is longer with its answer")
     prompt_suffix: str = option("", "put after every text of a file")

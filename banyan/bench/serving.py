@@ -19,6 +19,7 @@ from banyan.base.errors import BanyanError, ConfigError
 from banyan.bench import datasets, metrics
 from banyan.bench.datasets import BareIds, Lexicon, PlainWords, Prompt, TokenWords
 from banyan.bench.dialects import (
+    CHAT,
     Answer,
     BenchAPI,
     RequestOptions,
@@ -296,6 +297,11 @@ def _wish(options: ServingOptions, dialect: BenchAPI, model: str) -> RequestOpti
         raise ConfigError(f"--extra-request-body is not JSON: {error}") from None
     if not isinstance(extra, dict):
         raise ConfigError("--extra-request-body is not a JSON object")
+    if options.dataset_name == "image" and dialect is not CHAT:
+        raise ConfigError(
+            f"--backend {options.backend} sends no pictures",
+            hint="--dataset-name image needs a chat backend, such as banyan-oai-chat",
+        )
     wants_ids = options.tokenize_prompt or options.dataset_name in datasets.SENT_AS_IDS
     return RequestOptions(
         model=model,

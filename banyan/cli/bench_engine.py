@@ -170,6 +170,8 @@ def throughput(argv: Sequence[str]) -> int:
     config = parse(rest, read_environment())
     tokenizer = find_tokenizer(options.tokenizer or config.model.source)
     prompts = load_prompts(options, lexicon_of(options, tokenizer))
+    if any(prompt.images for prompt in prompts):
+        raise ConfigError("--dataset-name image sends pictures", hint="use banyan bench serving")
     start_logging("bench", "error")
     say("loading the model …")
     with Engine.from_words(["--log-level=error", *rest]) as engine, _watched(engine, prompts):

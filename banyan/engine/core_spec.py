@@ -30,10 +30,11 @@ from banyan.scheduler.spans import ContentLimits, TowerWork
 _GIB = 1 << 30
 _LEAST_FOR_ADAPTERS = 64 << 20
 _STAGED_BYTES = 128 << 20
-_TOWER_ROWS = 16384
+TOWER_ROWS = 16384
+"""Feature rows of a tower that are kept: as many as the largest content of Qwen3-VL has. Where
+prompts are not cut, as many as the longest prompt may need."""
 _CROSS_BYTES = 2 << 30
 """Features that decoding reads by cross attention, in fp32. Requests wait for their share."""
-"""Feature rows that are kept at least: as many as the largest content of Qwen3-VL has."""
 _LEAST_WRITES, _MOST_WRITES = 4, 64
 """Bounds on the pages that are being written to a store; within them, _STAGED_BYTES decides."""
 
@@ -142,7 +143,7 @@ def core_spec(
             ),
             multi_step=schedule.multi_step or 1,
             micro_batch=schedule.micro_batch if schedule.token_gap else 0,
-            content=content_limits(model_config, memory.max_request_tokens, memory.max_running),
+            content=content_limits(model_config, memory, is_chunked),
             attention_ratio=attention_ratio(model_config)
             if schedule.shrinks_chunks and config.parallel.pp > 1 and is_chunked
             else 0.0,
@@ -162,23 +163,25 @@ def core_spec(
 
 
 def content_limits(
-    model_config: ModelConfig, max_request_tokens: int, max_running: int
+    model_config: ModelConfig, memory: MemoryPlan, is_chunked: bool
 ) -> ContentLimits:
     """The features that a replica keeps, and what it costs to make them."""
     media = model_config.media
     if media is None:
-        return ContentLimits(pool_rows=max_request_tokens)
+        return ContentLimits(pool_rows=memory.max_request_tokens)
     towers = [] if media.tower is None else [_patch_work(media.tower)]
     if media.sound is not None:
         towers.append(_mel_work(media.sound.tower))
     layers = range(model_config.num_layers)
     heads = sum(model_config.heads_of(layer) for layer in layers) * model_config.head_dim
     inner = sum(model_config.inner_of(layer) for layer in layers)
-    pool_rows = max(_TOWER_ROWS, max_request_tokens)
+    pool_rows = max(TOWER_ROWS, 0 if is_chunked else memory.max_request_tokens)
     if is_cross(model_config.media) and media.sound is not None:
         tower = media.sound.tower
         rows = media.sound.rows(1, tower.window)
-        pool_rows = rows * max(2, min(max_running + 1, _CROSS_BYTES // (4 * rows * tower.out)))
+        pool_rows = rows * max(
+            2, min(memory.max_running + 1, _CROSS_BYTES // (4 * rows * tower.out))
+        )
     return ContentLimits(
         pool_rows=pool_rows,
         is_cross=is_cross(model_config.media),

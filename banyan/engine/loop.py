@@ -50,6 +50,7 @@ from banyan.messages.requests import (
     RunControlOps,
     StopAt,
 )
+from banyan.messages.spans import CONTENT_UNKNOWN
 from banyan.scheduler.output_processor import partial_tokens
 
 log = logger(__name__)
@@ -568,7 +569,7 @@ class ContentStore:
         for content in generate.contents:
             if not content.data and content.digest not in self._data:
                 text = "The engine does not have a content of the prompt any more"
-                events.append(Failed(generate.request, 409, text, "content_unknown"))
+                events.append(Failed(generate.request, 409, text, CONTENT_UNKNOWN))
                 return None
         for content in generate.contents:
             if content.data:

@@ -26,6 +26,7 @@ from banyan.config.rules.cache import can_have_store
 from banyan.config.rules.execution import with_draft_attention
 from banyan.config.schema import Config, DeviceConfig, LoadConfig, ParallelConfig, SpeculativeConfig
 from banyan.config.speculation import longest_branch
+from banyan.engine.core_spec import TOWER_ROWS
 from banyan.formats.shards import parallel_reads
 from banyan.kv_cache.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.layers.build import Build, SideStream
@@ -320,6 +321,7 @@ def _bind(
         exact_head=config.device.exact_head,
         toolkit=toolkit,
         torch_phase=config.device.torch_phase,
+        sees_ahead=model_config.media is not None and model_config.media.is_mutual,
     )
 
 
@@ -356,7 +358,7 @@ def agree_on_memory(opened: OpenModel) -> tuple[Memory, list[GroupBytes]]:
 
 
 def plan_the_memory(opened: OpenModel) -> MemoryPlan:
-    """Divide the memory between weights, KV cache and rollback checkpoints."""
+    """Divide the memory between weights, KV cache, rollback checkpoints and feature rows."""
     config = opened.config
     found, groups = agree_on_memory(opened)
     is_host = opened.platform.traits.is_host  # ranks and replicas share its memory
@@ -364,15 +366,20 @@ def plan_the_memory(opened: OpenModel) -> MemoryPlan:
     # A state after each draft token, for rollback when drafts are rejected.
     state_bytes = sum(group.page_bytes for group in groups if group.kind == STATE)
     running = config.schedule.max_running or config.schedule.running_cap or DRAFT_BUDGET
-    rollback_checkpoints = draft_room_of(config, running) * state_bytes
+    context_length = config.model.context_length or opened.model_config.context_length
+    reserved = draft_room_of(config, running) * state_bytes
+    media = opened.model_config.media
+    if media is not None and media.tower is not None:
+        rows = max(TOWER_ROWS, 0 if config.schedule.chunk_tokens > 0 else context_length)
+        reserved += rows * media.tower.feature_width * opened.build.dtype.itemsize
     return plan_memory(
         config.cache,
         config.schedule,
-        context_length=config.model.context_length or opened.model_config.context_length,
+        context_length=context_length,
         groups=groups,
-        process_bytes=found.ours_bytes + rollback_checkpoints,
+        process_bytes=found.ours_bytes + reserved,
         total_bytes=found.total_bytes // sharers,
-        free_bytes=max(0, found.free_bytes // sharers - rollback_checkpoints),
+        free_bytes=max(0, found.free_bytes // sharers - reserved),
     )
 
 

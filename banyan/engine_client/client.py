@@ -8,7 +8,7 @@ gets the requests without output and is brought to the desired state.
 
 import asyncio
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +24,7 @@ from banyan.messages.control_ops import MEMORY_TAGS, USUAL_TAGS, WEIGHTS
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.frames import WireError, message_codec
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
+from banyan.messages.spans import CONTENT_UNKNOWN
 from banyan.messages.transport import FrontLink
 
 LATELY_S = 30.0
@@ -31,6 +32,9 @@ LATELY_S = 30.0
 _APART_S = 0.5
 """Least seconds between two measured heartbeats, unless the queue became empty or filled: each
 finished request brings a heartbeat."""
+
+_MOST_DIGESTS = 1024
+"""Contents that are taken to be at an engine."""
 
 
 class ThroughputEstimate:
@@ -251,6 +255,7 @@ class EngineClient:
         self.remedy = ""
         """What is done about a lost engine, as text for people."""
         self._connection = EngineConnection(link, self._deliver, self.engine_lost)
+        self._contents = SentContents()
         self._watching: asyncio.Task[None] | None = None
         self._throughput = ThroughputEstimate()
         self._clock = clock or WallClock()
@@ -323,7 +328,7 @@ class EngineClient:
         self._refuse_unless_sendable(generate)
         stream = EventStream(self, generate, self._limits.max_waiting_events, self._is_kept_up)
         self.streams.add(stream, is_queued=not generate.grammar)
-        self._connection.post(generate)
+        self._connection.post(self._contents.lightened(generate))
         return stream
 
     def refuse_if_full(self, caller: bytes = b"") -> None:
@@ -341,7 +346,7 @@ class EngineClient:
         assert generate is not None
         stream.owner = self
         self.streams.add(stream, is_queued=not generate.grammar)
-        self._connection.post(generate)
+        self._connection.post(self._contents.lightened(generate))
 
     def abort(self, request: RequestId) -> None:
         """End a request at any state; its stream ends with Finished("abort"). Unknown: no-op."""
@@ -350,6 +355,7 @@ class EngineClient:
                 stream.put(Finished(request, "abort", stream.num_prompt, 0, 0))
         elif request in self.streams:
             self.streams.mark_ending(request)
+            self._contents.whole(request)
             self._connection.post(Abort(request))
 
     def stop_at(self, request: RequestId, length: int) -> None:
@@ -419,6 +425,7 @@ class EngineClient:
         """Connect to the replacement engine; it gets no requests before `revive`."""
         self._connection.close()
         self._connection = EngineConnection(link, self._deliver, self.engine_lost)
+        self._contents = SentContents()
         self.stats, self.stats_at_s = Stats(), 0.0
         self._lost, self.is_stuck, self._is_reviving = "", False, True
         self._decided.clear()
@@ -519,6 +526,11 @@ class EngineClient:
     def _deliver(self, event: Event) -> None:
         if self._lost:  # its requests may already run elsewhere
             return
+        if isinstance(event, Tokens | Finished | Failed):
+            whole = self._contents.whole(event.request)
+            if whole is not None and isinstance(event, Failed) and event.code == CONTENT_UNKNOWN:
+                self._connection.post(whole)
+                return
         match event:
             case Tokens():
                 if stream := self.streams.find(event.request):
@@ -542,6 +554,38 @@ class EngineClient:
                 self._decided.set()
             case Fatal():
                 self.engine_lost(event.text, event.exit_code)
+
+
+class SentContents:
+    """Sends the data of a content to an engine once: later requests, and the other sequences of
+    the same one, only name it. An engine that has dropped it gets the whole request again."""
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+        self._whole: dict[RequestId, Generate] = {}
+        """Requests that were sent without data, until their first event."""
+
+    def lightened(self, generate: Generate) -> Generate:
+        """The request without data that was sent before."""
+        known = [content.digest in self._digests for content in generate.contents]
+        for content in generate.contents:
+            if content.data:
+                self._digests[content.digest] = None
+                self._digests.move_to_end(content.digest)
+        while len(self._digests) > _MOST_DIGESTS:
+            self._digests.popitem(last=False)
+        if not any(known):
+            return generate
+        self._whole[generate.request] = generate
+        contents = tuple(
+            msgspec.structs.replace(content, data=b"") if is_known else content
+            for content, is_known in zip(generate.contents, known, strict=True)
+        )
+        return msgspec.structs.replace(generate, contents=contents)
+
+    def whole(self, request: RequestId) -> Generate | None:
+        """The request with its data if it was sent without, at most once."""
+        return self._whole.pop(request, None)
 
 
 class EngineConnection:

@@ -145,6 +145,7 @@ class NameMap:
         paired: modules ("module:part") whose rows are in interleaved RoPE pairs.
         rope_divisors: tensor with divisors of the RoPE frequencies; "" = none.
         norm_offset: added to every norm weight (Gemma stores them minus one).
+        is_rms_offset: only weights of RMSNorms get it.
         grouped: names, {} for every number, whose rows are q, k and v of one KV head after another
             (`models/weights/checkpoint_layouts.py`).
         shards: `grouped` rows are q, v and k of one of so many shards after another; 0 = of one
@@ -157,6 +158,7 @@ class NameMap:
     paired: tuple[str, ...] = ()
     rope_divisors: str = ""
     norm_offset: float = 0.0
+    is_rms_offset: bool = False
     grouped: tuple[str, ...] = ()
     shards: int = 0
     transposed: tuple[str, ...] = ()

@@ -210,6 +210,7 @@ _MISTRAL3_TOWER = NameMap(
     }
 )
 _LLAVA_TOWER = _siglip("vision_tower.", {**_PIXTRAL, **_PROJECTOR})
+_LLAVA_NEXT_TOWER = _siglip("vision_tower.", {**_PROJECTOR, "image_newline": "newline.weight"})
 _GEMMA3_TOWER = _siglip(
     "vision_tower.",
     {
@@ -217,6 +218,7 @@ _GEMMA3_TOWER = _siglip(
         "multi_modal_projector.mm_soft_emb_norm": "merger.norm",
     },
     norm_offset=1.0,
+    is_rms_offset=True,
 )
 _IDEFICS3_TOWER = _siglip("vision_model.", {"connector.modality_projection.proj": "merger.linear"})
 _INTERNVL_BLOCK = "vision_tower.encoder.layer.{}."
@@ -294,7 +296,7 @@ NESTED: Mapping[str, NestedForm] = {
     "Gemma3ForConditionalGeneration": NestedForm(_TOWER, "Gemma3ForCausalLM", tower=_GEMMA3_TOWER),
     "Mistral3ForConditionalGeneration": NestedForm(_TOWER, tower=_MISTRAL3_TOWER),
     "LlavaForConditionalGeneration": NestedForm(_LLAVA, tower=_LLAVA_TOWER),
-    "LlavaNextForConditionalGeneration": NestedForm(_LLAVA),
+    "LlavaNextForConditionalGeneration": NestedForm(_LLAVA, tower=_LLAVA_NEXT_TOWER),
     "LlavaOnevisionForConditionalGeneration": NestedForm(_LLAVA),
     "VipLlavaForConditionalGeneration": NestedForm(_LLAVA),
     "AyaVisionForConditionalGeneration": NestedForm(_TOWER, "Cohere2ForCausalLM"),

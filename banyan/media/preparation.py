@@ -49,7 +49,7 @@ class PreparedItem:
         content: its patches or spectrogram, and the digest that every key contains.
         placeholder: id that the prompt has once for it; also the id at the feature places.
         stretch: ids in place of the placeholder.
-        runs: (first, count) of the feature places in `stretch`.
+        runs: (first, count, first feature row) of the feature places in `stretch`.
         shape: the merged grid, if there is one run.
         is_mutual: its places attend to each other in both directions.
     """
@@ -57,7 +57,7 @@ class PreparedItem:
     content: Content
     placeholder: int
     stretch: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[int, int, int], ...]
     shape: tuple[int, int, int]
     is_mutual: bool = False
 
@@ -136,9 +136,9 @@ def expanded(
             found.append(id)
             continue
         item = next(rest[id])
-        content, offset = item.content, 0
+        content = item.content
         contents.setdefault(content.digest, content)
-        for first, size in item.runs:
+        for first, size, offset in item.runs:
             is_whole = len(item.runs) == 1
             spans.append(
                 Span(
@@ -151,7 +151,6 @@ def expanded(
                     item.is_mutual,
                 )
             )
-            offset += size
         found += item.stretch
     return Expanded(found, tuple(spans), tuple(contents.values()))
 
@@ -311,7 +310,7 @@ class MediaService:
             item = self._cache.get(keys[part.key])
             if item is None and part.kind == AUDIO:
                 item = await self._hear(part, data, deadline_s)
-                item = _owned(item, tenant) if tenant else item
+                item = owned(item, tenant) if tenant else item
                 self._cache.put(keys[part.key], item)
             if item is None:
                 measured.append(await self._measure(part, data, deadline_s))
@@ -321,7 +320,7 @@ class MediaService:
         items = await _all(self._decode(one, deadline_s) for one in measured)
         for one, item in zip(measured, items, strict=True):
             if tenant:
-                item = _owned(item, tenant)
+                item = owned(item, tenant)
             self._cache.put(keys[one.part.key], item)
             found[one.part.key] = item
         return found
@@ -364,13 +363,15 @@ class MediaService:
         placeholder = self.model.image_token
         assert placeholder is not None, "a model without a tower takes no pictures"
         ids: list[int] = list(self.model.begin)
-        runs: list[tuple[int, int]] = []
+        runs: list[tuple[int, int, int]] = []
+        rows = iter(layout.runs)
         for piece in layout.stretch:
             if isinstance(piece, str):
                 ids += await self._ids(piece)
             else:
-                runs.append((len(ids), piece))
-                ids += [placeholder] * piece
+                first, count = next(rows)
+                runs.append((len(ids), count, first))
+                ids += [placeholder] * count
         ids += self.model.end
         return PreparedItem(
             content, placeholder, tuple(ids), tuple(runs), layout.shape, self.model.is_mutual
@@ -389,7 +390,9 @@ class MediaService:
             )
         grid = (found.windows, sound.tower.bands, found.frames)
         content = Content(found.digest, ContentKind.MEL, found.mel, grid, rows)
-        return PreparedItem(content, sound.token, (sound.token,) * rows, ((0, rows),), (1, 1, rows))
+        return PreparedItem(
+            content, sound.token, (sound.token,) * rows, ((0, rows, 0),), (1, 1, rows)
+        )
 
     async def _decode_sound(self, part: MediaPart, data: bytes, deadline_s: float) -> DecodedSound:
         sound = self.model.sound
@@ -441,7 +444,7 @@ class MediaService:
         return answer
 
 
-def _owned(item: PreparedItem, tenant: bytes) -> PreparedItem:
+def owned(item: PreparedItem, tenant: bytes) -> PreparedItem:
     """The item under a digest that no other caller's pictures have."""
     digest = hashlib.sha256(tenant + item.content.digest).digest()
     return replace(item, content=msgspec.structs.replace(item.content, digest=digest))

@@ -54,20 +54,33 @@ class Layout:
         grid: tiles (or frames), rows of patches, columns of patches.
         rows: feature rows that the tower computes from it.
         stretch: token ids in place of the placeholder: a number is a run of as many places that
-            take feature rows, a text is encoded by itself.
+            take the next feature rows, a slice is a run that takes these, a text is encoded by
+            itself.
         shape: the merged grid for positions with axes; (1, 1, rows) where there are none.
     """
 
     views: tuple[View, ...]
     grid: tuple[int, int, int]
     rows: int
-    stretch: tuple[int | str, ...]
+    stretch: tuple[int | slice | str, ...]
     shape: tuple[int, int, int]
 
     @property
     def num_places(self) -> int:
         """Places in the prompt that take feature rows."""
-        return sum(part for part in self.stretch if isinstance(part, int))
+        return sum(count for _, count in self.runs)
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """(first feature row, count) of each run of places."""
+        found: list[tuple[int, int]] = []
+        end = 0
+        for part in self.stretch:
+            if isinstance(part, str):
+                continue
+            first, end = (part.start, part.stop) if isinstance(part, slice) else (end, end + part)
+            found.append((first, end - first))
+        return found
 
 
 Rule = Callable[[int, int, Settings], Layout]
@@ -259,7 +272,8 @@ def _to_multiples(width: int, height: int, tile: int) -> Size:
 def _llava_next(width: int, height: int, settings: Settings) -> Layout:
     """LLaVA 1.6: the whole as one tile, then tiles of the canvas that loses least of the picture.
 
-    The features of padding are dropped, and each row of features ends with a learned one.
+    The features of padding are left out, and each row of features ends with a learned one, which
+    is the last that the tower makes.
     Reads tile, patch, merge, pinpoints ([height, width] of each canvas).
     """
     tile = _number(settings, "tile")
@@ -277,9 +291,18 @@ def _llava_next(width: int, height: int, settings: Settings) -> Layout:
         View((size,), (canvas_width, canvas_height), (tile, tile), at),
     )
     high, wide = _without_padding(width, height, side * columns, side * rows)
-    count = per_tile + high * wide + high
+    newline = (columns * rows + 1) * per_tile
+    parts: list[int | slice | str] = [per_tile]
+    top, left = (side * rows - high) // 2, (side * columns - wide) // 2
+    for y in range(top, top + high):
+        for column in range(columns):
+            x, end = max(left, column * side), min(left + wide, (column + 1) * side)
+            if x < end:
+                tile_row = (y // side * columns + column + 1) * per_tile + y % side * side
+                parts.append(slice(tile_row + x % side, tile_row + x % side + end - x))
+        parts.append(slice(newline, newline + 1))
     grid = (columns * rows + 1, side, side)
-    return Layout(views, grid, count, (count,), (1, 1, count))
+    return Layout(views, grid, newline + 1, tuple(parts), (1, 1, per_tile))
 
 
 def _best_canvas(width: int, height: int, pinpoints: object) -> Size:

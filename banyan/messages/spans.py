@@ -16,6 +16,8 @@ import msgspec
 DIGEST_BYTES = 32
 """SHA-256."""
 TOKEN_BYTES = 4
+CONTENT_UNKNOWN = "content_unknown"
+"""Code of the failure of a request that names a content whose data the engine does not have."""
 _SIGNS = slice(3, None, 4)
 """The bytes with the signs of little-endian words."""
 

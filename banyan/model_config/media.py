@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Setting = int | float | str | tuple[float, ...]
+Setting = int | float | str | tuple[float | tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class TowerConfig:
         last_norm: kind of the norm after the blocks, as of `norm`; "" = none.
         merger: name of a class in `models/towers/mergers.py`; `merger_eps`, of its norm, if it
             differs from the blocks', and `merger_inner`, the width inside.
+        has_newline: a learned row comes after the feature rows (LLaVA 1.6).
         window: side of a window of attention in feature rows; 0 = none. A block sees one window
             unless it is in `full_blocks`.
         deep_blocks: blocks after which a merger makes another part of each feature row
@@ -83,6 +84,7 @@ class TowerConfig:
     merger_eps: float = 0.0
     merger_inner: int = 0
     has_merger_bias: bool = True
+    has_newline: bool = False
     window: int = 0
     full_blocks: tuple[int, ...] = ()
     deep_blocks: tuple[int, ...] = ()

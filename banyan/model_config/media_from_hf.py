@@ -11,7 +11,6 @@ from typing import Any
 
 from banyan.base.errors import ModelError
 from banyan.base.json_types import is_list, is_object
-from banyan.base.log import logger
 from banyan.model_config.checkpoint_fields import CheckpointFields, read_json
 from banyan.model_config.media import MediaConfig, Setting, TowerConfig
 
@@ -22,8 +21,6 @@ _MAX_SIDE = 1 << 16
 _MAX_ID = 1 << 31
 _MAX_TOKENIZER = 256 << 20
 _TOKENIZER = "tokenizer.json"
-
-log = logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,6 @@ def read_media(
     text: CheckpointFields,
     path: str,
     hidden_size: int,
-    allows_mutual: bool = False,
 ) -> MediaConfig | None:
     """The MediaConfig of a multimodal checkpoint; None if its tower is not supported.
 
@@ -63,8 +59,6 @@ def read_media(
         whole: the fields of config.json.
         text: the fields of its text model.
         hidden_size: of the text model.
-        allows_mutual: the tokens of a picture may need attention in both directions, which no
-            kernel has; False = such a model is served as a text model.
 
     Raises:
         ModelError: names the key that is wrong.
@@ -77,18 +71,10 @@ def read_media(
         return None
     try:
         image, video = _processors(path)
-        found = reader(_Source(whole, text, vision, image, video, hidden_size, path))
+        return reader(_Source(whole, text, vision, image, video, hidden_size, path))
     except ModelError as error:
         hint = f"{error.hint}, or serve its text alone with --language-model-only"
         raise ModelError(error.text, hint=hint.removeprefix(", or ")) from None
-    if found is not None and found.is_mutual and not allows_mutual:
-        log.warning(
-            "%s takes text only: within a picture its tokens attend in both directions, which no "
-            "attention kernel here does",
-            outer,
-        )
-        return None
-    return found
 
 
 def _processors(path: str) -> tuple[CheckpointFields, CheckpointFields]:
@@ -533,6 +519,38 @@ def _llava(source: _Source) -> MediaConfig | None:
     )
 
 
+def _llava_next(source: _Source) -> MediaConfig | None:
+    """LLaVA 1.6: tiles of one of several canvases, whose features go row by row into the prompt."""
+    found = _llava(source)
+    if found is None or found.tower is None or found.rule == "pixtral":
+        return None
+    tower = replace(found.tower, has_newline=True)
+    tile = tower.side * tower.patch
+    fields = source.image if source.image.has("image_grid_pinpoints") else source.whole
+    listed = fields.listed("image_grid_pinpoints")
+    pairs = [
+        [side for side in each if isinstance(side, int) and 0 < side <= _MAX_SIDE]
+        for each in listed
+        if is_list(each) and len(each) == 2
+    ]
+    pinpoints = tuple(
+        (pair[0], pair[1])
+        for pair in pairs
+        if len(pair) == 2 and not (pair[0] % tile or pair[1] % tile)
+    )
+    if not pinpoints or len(pinpoints) != len(listed):
+        rule = f"[height, width] of canvases, multiples of {tile}"
+        raise fields.error("image_grid_pinpoints", listed, rule)
+    settings = {
+        "tile": tile,
+        "patch": tower.patch,
+        "merge": 1,
+        "pinpoints": pinpoints,
+        **_resample(source.image),
+    }
+    return replace(found, rule="llava_next", tower=tower, settings=settings)
+
+
 def _until(source: _Source, tower: TowerConfig, default: int) -> TowerConfig:
     """The tower up to the block whose hidden states are the features."""
     most = tower.blocks
@@ -723,6 +741,7 @@ _READERS: Mapping[str, Callable[[_Source], MediaConfig | None]] = {
     "PaddleOCRVLForConditionalGeneration": _paddleocr_vl,
     "Gemma3ForConditionalGeneration": _gemma3,
     "LlavaForConditionalGeneration": _llava,
+    "LlavaNextForConditionalGeneration": _llava_next,
     "InternVLForConditionalGeneration": _internvl,
     "SmolVLMForConditionalGeneration": _idefics3,
     "Idefics3ForConditionalGeneration": _idefics3,

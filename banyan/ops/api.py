@@ -575,6 +575,7 @@ class Ops(
         sinks: Tensor | None = None,
         unit: float = 1.0,
         paths: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of rows of any count over their pages, this step's K and V included.
 
@@ -597,6 +598,9 @@ class Ops(
             its location; None = length 0 for all tokens. Either all tokens of a row have a path, or
             none. A token reads the same values in the same order as in a chain without branches.
             Kernels may ignore it on devices without drafts.
+        ends: [tokens] int32, for spans whose tokens see each other: position after the last one
+            that a token sees, within its row; 0 = the position after its own; None = 0 for all
+            tokens. Only kernels with `Kernel.sees_ahead` are given it.
         returns: [tokens, heads, head_dim] T, softmax and sums in fp32.
         """
         ...

@@ -117,6 +117,7 @@ class OpSpec:
         cache_dtype: dtype of the K/V pages.
         page_size: tokens of a page.
         is_head: the outputs are logits.
+        sees_ahead: tokens of a span may see later ones (`ends` of `paged_attention`).
         toolkit: the device's toolkit.
     """
 
@@ -130,6 +131,7 @@ class OpSpec:
     cache_dtype: torch.dtype = torch.float32
     page_size: int = 16
     is_head: bool = False
+    sees_ahead: bool = False
     toolkit: Toolkit = NO_TOOLKIT
 
     @property
@@ -151,6 +153,7 @@ class Kernel:
         pages: name of its layout of K/V in a page; all ops on pages must have the same.
         waits: it copies numbers from the device, so a step with it cannot be captured.
         plain_pages: turns K and V pages of its layout into plain ones, for PLAIN_PAGES None.
+        sees_ahead: attention that takes `ends`.
     """
 
     supports: Callable[[OpSpec], str | None]
@@ -160,6 +163,7 @@ class Kernel:
     pages: str = PLAIN_PAGES
     waits: bool = False
     plain_pages: Callable[..., object] | None = None
+    sees_ahead: bool = False
 
     def function(self, toolkit: object) -> Callable[..., object]:
         """The function, bound to the toolkit if it needs one."""
@@ -172,6 +176,8 @@ class Kernel:
         """Why it does not support `spec`; None = it does."""
         if spec.exact and self.rounds_activations:
             return "rounds activations, exact ones were asked for"
+        if spec.sees_ahead and spec.op == "paged_attention" and not self.sees_ahead:
+            return "tokens of a span see later ones, which it cannot"
         return self.supports(spec)
 
 
@@ -317,6 +323,7 @@ def bind(
     page_size: int = 16,
     exact_head: bool = False,
     torch_phase: str = "",
+    sees_ahead: bool = False,
 ) -> Ops:
     """Choose the kernels of one rank.
 
@@ -329,6 +336,7 @@ def bind(
         page_size: tokens of a K/V page; a warning names sizes that would allow a better kernel.
         exact_head: the kernel of the projection to logits may not round activations.
         torch_phase: PREFILL or DECODE: torch attends for the rows of that phase; "" = none.
+        sees_ahead: attention must take `ends`.
 
     Raises:
         ConfigError: a forced op or kernel does not exist, or declines.
@@ -340,7 +348,7 @@ def bind(
     table = KERNEL_TABLES.load(platform)
     cached = cache_dtype or toolkit.cache_dtype(dtype, exact)
     spec = OpSpec("", device, dtype, features, head_dim, "", exact, cached, page_size)
-    spec = replace(spec, toolkit=toolkit)
+    spec = replace(spec, toolkit=toolkit, sees_ahead=sees_ahead)
     if any(op in forced for op in ON_PAGES):  # a forced op decides the page layout for the others
         forced = dict.fromkeys(ON_PAGES, REFERENCE) | dict(forced)
     functions: dict[str, object] = {}
@@ -502,11 +510,11 @@ def _pack_whole(
     return run(weights, dtype, device, *more)
 
 
-def _attention_of_null(q: Tensor, *_: object) -> Tensor:
+def _attention_of_null(q: Tensor, *_: object, **named: object) -> Tensor:
     """Only the shape is right."""
     return torch.empty_like(q)
 
 
-NULL_ATTENTION = Kernel(run=_attention_of_null, supports=lambda spec: None)
+NULL_ATTENTION = Kernel(run=_attention_of_null, supports=lambda spec: None, sees_ahead=True)
 NULL_KERNELS = {"paged_attention": ["banyan.ops.bind:NULL_ATTENTION"]}
 """The null device: meta tensors run the reference, except attention, which reads numbers there."""

@@ -139,11 +139,13 @@ def paged_attention(
     sinks: Tensor | None = None,
     unit: float = 1.0,
     paths: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     for row, tokens, positions, path in walk_rows(row_starts, context_lengths, paths):
         k, v, first = gather_row(k_pages, v_pages, page_tables[row], positions, window, path)
-        seen = visible(positions.to(q.device), first, k.shape[0], window)
+        mine = None if ends is None else ends[tokens].to(q.device)
+        seen = visible(positions.to(q.device), first, k.shape[0], window, mine)
         of_row = dense_attention(q[tokens], k, v, seen, scale * unit, soft_cap, sinks)
         out[tokens] = of_row if unit == 1.0 else of_row * unit
     return out
@@ -185,10 +187,16 @@ def _taken(pages: Tensor, chosen: Tensor) -> Tensor:
     return pages[chosen]
 
 
-def visible(positions: Tensor, first: int, length: int, window: int) -> Tensor:
-    """Which of the keys at first … first + length − 1 each position sees. [count, length] bool"""
+def visible(
+    positions: Tensor, first: int, length: int, window: int, ends: Tensor | None = None
+) -> Tensor:
+    """Which of the keys at first … first + length − 1 each position sees. [count, length] bool
+
+    ends: [count], as for `Ops.paged_attention`.
+    """
     keys = torch.arange(first, first + length, device=positions.device)
-    seen = keys <= positions.unsqueeze(1)
+    last = positions if ends is None else torch.maximum(positions, ends - 1)
+    seen = keys <= last.unsqueeze(1)
     return seen & (keys > positions.unsqueeze(1) - window) if window > 0 else seen
 
 

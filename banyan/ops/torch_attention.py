@@ -15,7 +15,9 @@ from banyan.ops.bind import DECODE, Kernel
 Attend = Callable[..., Tensor]
 PlainPages = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-paged_attention = Kernel(supports=lambda spec: None, run=reference.paged_attention, waits=True)
+paged_attention = Kernel(
+    supports=lambda spec: None, run=reference.paged_attention, waits=True, sees_ahead=True
+)
 
 
 def by_phase(own: Attend, phase: str, plain: PlainPages | None) -> Attend:
@@ -42,11 +44,13 @@ def by_phase(own: Attend, phase: str, plain: PlainPages | None) -> Attend:
         sinks: Tensor | None = None,
         unit: float = 1.0,
         paths: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
         numbers = scale, window, soft_cap
         # Kernels take only what their device can be asked for.
         more = {} if sinks is None else {"sinks": sinks}
         more |= {} if paths is None else {"paths": paths}
+        more |= {} if ends is None else {"ends": ends}
         own_more = more if unit == 1.0 else {**more, "unit": unit}
         counts = row_starts.diff().cpu()  # sync: this kernel is for debugging
         is_meant = (counts == 1) if phase == DECODE else (counts > 1)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from banyan.base.errors import RequestError
 from banyan.messages.requests import NO_SCORES
-from banyan.messages.spans import ContentKind
 from banyan.requests.bootstrap import check_room
 from banyan.requests.prompts import check_total
 from banyan.requests.request_spec import ALL_HIDDEN, RequestSpec
@@ -123,7 +122,8 @@ def _check_experts(request: RequestSpec, limits: Limits) -> None:
 
 def _check_spans(request: RequestSpec) -> None:
     """Refuse what would read the tokens of a prompt that has none."""
-    if any(span.kind != ContentKind.FEATURES for span in request.message.spans):
+    spans = request.message.spans
+    if sum(span.count for span in spans) < len(request.prompt):
         return
     asked = {
         "logprob_start_len": NO_SCORES != request.message.score_from < len(request.prompt),

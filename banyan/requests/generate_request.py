@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from banyan.base.errors import RequestError
+from banyan.media.given import folded, given_item
 from banyan.media.parts import AUDIO, IMAGE, NOUNS, MediaPart, read_options, source_of
-from banyan.media.preparation import Expanded, MediaService, expanded
+from banyan.media.preparation import Expanded, MediaService, PreparedItem, expanded
 from banyan.requests import constraint
 from banyan.requests.lora_names import AdapterNames
 from banyan.requests.prompts import (
@@ -280,7 +281,7 @@ def _with_media(
     given = [name for name in _MEDIA if not _is_neutral(fields.get(name))]
     if not given:
         return [Expanded(prompt) for prompt in prompts]
-    parts: list[list[MediaPart]] = [[] for _ in prompts]
+    parts: list[list[MediaPart | PreparedItem]] = [[] for _ in prompts]
     for name in given:
         kind = _MEDIA[name]
         if media is None or kind not in media.takes:
@@ -292,12 +293,17 @@ def _with_media(
             )
         for own, listed in zip(parts, _by_prompt(fields, name, len(prompts)), strict=True):
             media.check_count(len(listed), kind)
-            own += [_part(value, f"{name}[{len(own)}]", name) for value in listed]
+            for value in listed:
+                param = f"{name}[{len(own)}]"
+                own.append(_given(value, param, name, media, context.tenant))
     assert media is not None
-    items = iter(context.media.of([part for listed in parts for part in listed]))
+    wanted = [part for listed in parts for part in listed if isinstance(part, MediaPart)]
+    rest = iter(context.media.of(wanted))
     found = []
     for prompt, listed in zip(prompts, parts, strict=True):
-        own = [next(items) for _ in listed]
+        own = [next(rest) if isinstance(part, MediaPart) else part for part in listed]
+        if any(not isinstance(part, MediaPart) for part in listed):
+            prompt = folded(prompt, own)
         whole = expanded(prompt, own, media.placeholders, media.placeholder_texts)
         if len(whole.ids) >= min(limits.context_length, limits.total):
             raise too_long(len(whole.ids), limits)
@@ -315,6 +321,15 @@ def _by_prompt(fields: Fields, name: str, num_prompts: int) -> list[list[object]
     values = value if isinstance(value, list) else [value] * num_prompts
     each = fields.in_batch(name, values)
     return [v if isinstance(v, list) else [] if v is None else [v] for v in each]
+
+
+def _given(
+    value: object, param: str, name: str, media: MediaService, tenant: bytes
+) -> MediaPart | PreparedItem:
+    """A file (`_part`), or what the client gives in place of a picture (`given_item`)."""
+    if isinstance(value, Mapping) and value.get("format") is not None and _MEDIA[name] == IMAGE:
+        return given_item(value, param, media.model, tenant)
+    return _part(value, param, name)
 
 
 def _part(value: object, param: str, name: str) -> MediaPart:

@@ -36,6 +36,7 @@ class StepGeometry:
         context_lengths: [rows] int32, positions before this step's tokens.
         groups: one view per cache group.
         paths: of draft trees, as in `ops.api.Ops.paged_attention`; None = drafts are chains.
+        ends: of tokens that see later ones, likewise; None = there are none.
         rollback_checkpoints: of rows with drafts, as `StateRows.rollback_checkpoints`.
     """
 
@@ -43,6 +44,7 @@ class StepGeometry:
     context_lengths: Tensor
     groups: tuple[GroupView, ...]
     paths: Tensor | None = None
+    ends: Tensor | None = None
     rollback_checkpoints: Tensor | None = None
 
 
@@ -56,6 +58,11 @@ class AttentionBackend(Protocol):
 
 class _Paths(TypedDict, total=False):
     paths: Tensor
+
+
+class _Asked(TypedDict, total=False):
+    unit: float
+    ends: Tensor
 
 
 class _More(_Paths, total=False):
@@ -106,7 +113,10 @@ class PagedStep:
         pages = self.store.tensors(spec.layer)
         k_pages, v_pages = pages["k"], pages["v"]
         view = self.step.groups[self.store.group_of(spec.layer)]
-        more = {} if spec.unit == 1.0 else {"unit": spec.unit}
+        # Kernels take only what their device can be asked for.
+        more: _Asked = {} if spec.unit == 1.0 else {"unit": spec.unit}
+        if self.step.ends is not None:
+            more["ends"] = self.step.ends
         return self.ops.paged_attention(
             q,
             k_pages,

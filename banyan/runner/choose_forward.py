@@ -52,6 +52,7 @@ def open_forward(
 def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
     model, build, platform = context.model, context.build, context.platform
     context_parallel, every = build.groups.cp_batch, context.rows_of_all
+    media = model.model_config.media
     carried = model.model_config.hidden_size if build.groups.stages.rank else config.carried
     outputs = config.max_slots + config.draft_room
     max_tokens, max_rows, shares = config.max_tokens, config.max_slots, 1
@@ -72,9 +73,10 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
             branching=config.branching,
             has_adapters=build.adapters is not None,
             takes_features=model.takes_features
-            and not is_cross(model.model_config.media)
+            and not is_cross(media)
             and not build.groups.stages.rank,
-            has_axes=model.model_config.media is not None and bool(model.model_config.media.axes),
+            has_axes=media is not None and bool(media.axes),
+            sees_ahead=media is not None and media.is_mutual,
         )
         return StepTensors(context.table, context.store, platform, build.device, sizes)
 

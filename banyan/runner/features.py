@@ -99,17 +99,15 @@ class Features:
         self._begun: dict[int, Any] = {}
         """What the tower keeps of them between pieces."""
         self._rows: dict[int, Tensor] = {}
+        self._spoilt: dict[int, str] = {}
+        """With pipeline stages: why a content has zeros in place of its features."""
 
     def enter(self, plan: StepPlan) -> list[PieceFailure]:
-        """Drop what the plan forgets, take its contents and run its pieces.
-
-        Raises:
-            ContentError: with pipeline stages, as the others would run the rows all the same.
-        """
+        """Drop what the plan forgets, take its contents and run its pieces."""
         if not self.is_here:
             return []
         for number in plan.forget:
-            for kept in (self._given, self._begun, self._rows):
+            for kept in (self._given, self._begun, self._rows, self._spoilt):
                 kept.pop(number, None)
         for content in plan.contents:
             self._given[content.content] = content
@@ -121,8 +119,6 @@ class Features:
             try:
                 self._run(number, piece.first_block, piece.blocks)
             except ContentError as error:
-                if self._has_stages:
-                    raise
                 failed[number] = PieceFailure(number, str(error), 400)
             except Exception as error:
                 if not self._is_alone:
@@ -131,13 +127,26 @@ class Features:
                 text = f"its content could not be read: {type(error).__name__}: {error}"
                 failed[number] = PieceFailure(number, text)
             if number in failed:
-                self._given.pop(number, None)
+                content = self._given.pop(number, None)
                 self._begun.pop(number, None)
+                if self._has_stages and content is not None:
+                    # The other stages run rows over it all the same; their results are dropped.
+                    shape = (content.rows, self.form.whole)
+                    self._rows[number] = torch.zeros(shape, dtype=self._dtype, device=self._device)
+                    self._spoilt[number] = failed[number].text
         return list(failed.values())
 
     def of(self, content: int) -> Tensor | None:
         """The feature rows of a content, [rows, whole width]; None = they are not there."""
         return self._rows.get(content)
+
+    @property
+    def has_faults(self) -> bool:
+        return bool(self._spoilt)
+
+    def fault_of(self, content: int) -> str | None:
+        """Why the features of a content are zeros; None = they are not."""
+        return self._spoilt.get(content)
 
     def _run(self, number: int, first_block: int, blocks: int) -> None:
         content = self._given.get(number)
@@ -256,6 +265,14 @@ class SpanTable:
                 return f"the content of place {span.first} has only {len(rows)} feature rows"
         return None
 
+    def fault(self, row: Row) -> str | None:
+        """Why the result of a row that runs is worthless; None = it is good."""
+        if not self.by_slot or self.features is None:
+            return None
+        spans = self._within(row.slot, row.start, row.start + row.count)
+        faults = (self.features.fault_of(span.content) for span, _, _ in spans)
+        return next((fault for fault in faults if fault is not None), None)
+
     def taken(
         self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, offsets: np.ndarray
     ) -> list[tuple[int, Tensor]]:
@@ -271,6 +288,22 @@ class SpanTable:
                 offset = span.offset + first - span.first
                 found.append((at + first - start, rows[offset : offset + last - first]))
         return found
+
+    def mutual(
+        self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, offsets: np.ndarray
+    ) -> list[tuple[int, int, int]]:
+        """Tokens of a batch that see each other: (first token, token after the last, position
+        after the last), in any order."""
+        if not self.by_slot:
+            return []
+        return [
+            (at + first - start, at + last - start, span.first + span.count)
+            for slot, start, end, at in zip(
+                *(each.tolist() for each in (slots, starts, ends, offsets[:-1])), strict=True
+            )
+            for span, first, last in self._within(slot, start, end)
+            if span.is_mutual
+        ]
 
     def cross_rows(self, slots: np.ndarray, offsets: np.ndarray) -> list[CrossRow] | None:
         """The contents that the rows of a batch read by cross attention; None = the model has no

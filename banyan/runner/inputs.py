@@ -59,6 +59,7 @@ class StepSizes:
         has_adapters: the model that reads the inputs may have LoRA adapters.
         takes_features: that model may take features in place of embeddings.
         has_axes: its positions have axes (layers/rotary.py).
+        sees_ahead: tokens of a span may see later ones.
     """
 
     max_tokens: int
@@ -72,6 +73,7 @@ class StepSizes:
     has_adapters: bool = True
     takes_features: bool = False
     has_axes: bool = False
+    sees_ahead: bool = False
 
 
 class StepTensors:
@@ -138,6 +140,12 @@ class StepTensors:
             rows = torch.empty(max_tokens, features.form.whole, dtype=sizes.dtype, device=device)
             where = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
             self.feature_rows = FeatureRows(where, rows, width)
+        self.ends = None
+        self._sees_ahead = False
+        """Tokens of the last batch saw later ones."""
+        if sizes.sees_ahead:
+            where = torch.device("cpu") if self._lengths_on_host else device
+            self.ends = torch.zeros(max_tokens, dtype=torch.int32, device=where)
         self.shifts = None
         if sizes.has_axes and table.spans.later is not None:
             self.shifts = zeros(max_tokens, table.spans.later.shape[1], dtype=torch.int32)
@@ -168,6 +176,8 @@ class StepTensors:
         self.carry(batch)
         if self.feature_rows is not None:
             self._take_features(batch, self.feature_rows)
+        if self.ends is not None:
+            self._enter_ends(batch, self.ends)
 
     def _take_features(self, batch: Batch, given: FeatureRows) -> None:
         """Bring the features of the batch's places to where the step reads them."""
@@ -185,6 +195,18 @@ class StepTensors:
         given.where.copy_(torch.from_numpy(where))
         self._has_features = bool(taken)
 
+    def _enter_ends(self, batch: Batch, ends: Tensor) -> None:
+        """Enter the `ends` of `paged_attention`."""
+        lengths = (batch.starts, batch.ends, batch.offsets)
+        found = self._table.spans.mutual(batch.slots, *lengths)
+        if not found and not self._sees_ahead:
+            return
+        values = np.zeros(len(ends), np.int32)
+        for first, last, end in found:
+            values[first:last] = end
+        ends.copy_(torch.from_numpy(values))
+        self._sees_ahead = bool(found)
+
     def carry(self, batch: Batch) -> None:
         """Enter the extra inputs of a batch's tokens."""
         if batch.carried is not None and self.carried is not None:
@@ -201,6 +223,7 @@ class StepTensors:
             self.context_lengths,
             tuple(views),
             paths=self.paths,
+            ends=self.ends,
             rollback_checkpoints=self.rollback_checkpoints,
         )
         return StepInputs(
@@ -235,6 +258,7 @@ class StepTensors:
             self.context_lengths[:rows],
             views,
             paths=paths,
+            ends=self.ends[:tokens] if self.ends is not None and self._sees_ahead else None,
             rollback_checkpoints=rollback_checkpoints,
         )
         return StepInputs(

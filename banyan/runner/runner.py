@@ -333,6 +333,11 @@ class ModelRunner:
         if self._drafting is not None:
             self._drafting.enter(plan)
         batch, failed = self._build_batch(plan.rows, plan.steps > 1)
+        if self._features is not None and self._features.has_faults:
+            faults = zip(
+                batch.indices.tolist(), map(self._table.spans.fault, batch.rows), strict=True
+            )
+            failed |= {index: fault for index, fault in faults if fault is not None}
         if self._dp_step is not None and (plan.rows or plan.replica_loads):
             self._dp_step.begin(plan.replica_loads)
         marks.end("enter", step=plan.step)

@@ -245,6 +245,9 @@ class Scheduler:
             builder.steps, builder.report_every = choose_steps(table, limits)
             self._plan_running(builder)
             self._admit(builder)
+        for request, cost in self.contents.worked:
+            self._fair_queue.charge(request, cost)
+        self.contents.worked.clear()
         # Copies off the device come first: this plan may give their pages to another request.
         if cache.tier is not None:
             builder.copies[:0] = cache.tier.take_copies(bool(builder.rows))

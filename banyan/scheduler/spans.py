@@ -97,6 +97,7 @@ class SpanContents:
     Attributes:
         items: contents by digest, of requests and those whose features are kept.
         forgotten: numbers for the next plan's `forget`.
+        worked: the requests that pieces of the next plan are for, and their cost in tokens.
         dropped: digests whose data is of no use any more; some may have come again since.
     """
 
@@ -108,6 +109,7 @@ class SpanContents:
         self._numbers = 0
         self._ticks = 0
         self.forgotten: list[int] = []
+        self.worked: list[tuple[Request, int]] = []
         self.dropped: list[bytes] = []
 
     # -- requests -----------------------------------------------------------------------------
@@ -240,7 +242,9 @@ class SpanContents:
                 builder.contents.append(_as_new(item))
                 item.is_sent = True
             builder.pieces.append(Piece(item.number, item.done, blocks))
-            builder.budget = max(0, builder.budget - blocks * self._limits.cost(item.content))
+            cost = blocks * self._limits.cost(item.content)
+            builder.budget = max(0, builder.budget - cost)
+            self.worked.append((request, cost))
             item.done += blocks
             item.step = builder.step
             if not item.is_ready and not self._whole_prompts:

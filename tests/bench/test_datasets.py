@@ -1,11 +1,14 @@
 """Data sets: lengths, sharing, determinism, and files of another form."""
 
+import base64
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from banyan.base.errors import ConfigError
 from banyan.bench.datasets import DATASETS, BareIds, PlainWords, Prompt, load_prompts
@@ -38,6 +41,28 @@ def test_the_same_seed_gives_the_same_prompts_and_another_seed_others(name: str)
     options = DataOptions(dataset_name=name, num_prompts=5, gsp_num_groups=2)
     assert load_prompts(options, IDS) == load_prompts(options, IDS)
     assert load_prompts(replace(options, seed=7), IDS) != load_prompts(options, IDS)
+
+
+def test_pictures_are_new_ones_of_the_size_that_was_asked_for() -> None:
+    options = DataOptions(
+        **{"dataset_name": "image", "num_prompts": 4, "image_count": 3, "random_image_count": True},
+        image_resolution="24x40",
+    )
+    for more in ({}, {"image_format": "png", "image_content": "blank"}):
+        prompts = load_prompts(replace(options, **more), PlainWords())
+        assert {len(p.images) for p in prompts} <= {1, 2, 3} and all(p.text for p in prompts)
+        urls = [url for p in prompts for url in p.images]
+        assert len(set(urls)) == len(urls)
+        picture = Image.open(io.BytesIO(base64.b64decode(urls[0].partition(",")[2])))
+        assert picture.size == (40, 24)
+        assert picture.format == urls[0][11:].partition(";")[0].upper()
+
+
+@pytest.mark.parametrize("size", ["0x5", "5", "8k", "1x99999999999", "-1x3"])
+def test_a_size_that_is_none_is_refused(size: str) -> None:
+    options = DataOptions(dataset_name="image", num_prompts=1, image_resolution=size)
+    with pytest.raises(ConfigError, match="--image-resolution"):
+        load_prompts(options, PlainWords())
 
 
 def test_random_lengths_fill_the_range_that_was_asked_for() -> None:

@@ -1,5 +1,7 @@
 """Dialects: what goes out, and what is read from what comes back, however it is cut."""
 
+from dataclasses import replace
+
 import orjson
 import pytest
 
@@ -47,6 +49,14 @@ def test_ids_go_out_only_where_they_are_wanted_and_taken(send_ids: bool) -> None
     assert completions["prompt"] == ([5, 6] if send_ids else "two words")
     chat = orjson.loads(request_body(CHAT, PROMPT, request_options))
     assert chat["messages"] == [{"role": "user", "content": "two words"}]
+
+
+def test_pictures_go_before_the_text_of_a_message() -> None:
+    prompt = replace(PROMPT, images=("data:image/png;base64,aa",))
+    body = orjson.loads(request_body(CHAT, prompt, RequestOptions("m")))
+    picture, text = body["messages"][0]["content"]
+    assert picture == {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}
+    assert text == {"type": "text", "text": PROMPT.text}
 
 
 def test_extra_fields_win_over_the_rest() -> None:

@@ -55,9 +55,7 @@ def test_a_flag_may_take_several_values() -> None:
     assert (found.goodput, found.header) == (("ttft:5", "tpot:6"), ("A=B",))
 
 
-@pytest.mark.parametrize(
-    "flag", ["--profile", "--lora-name", "--image-count=3", "--apply-chat-template"]
-)
+@pytest.mark.parametrize("flag", ["--profile", "--lora-name", "--apply-chat-template"])
 def test_what_is_not_offered_is_refused_by_name(flag: str) -> None:
     with pytest.raises(ConfigError, match=flag.split("=")[0]):
         serving(flag)

@@ -21,7 +21,11 @@ def content_of(number: int) -> Content:
 
 
 def random_spans(
-    random: Random, prompt: list[int], limits: ContentLimits, chunk_tokens: int
+    random: Random,
+    prompt: list[int],
+    limits: ContentLimits,
+    chunk_tokens: int,
+    may_be_mutual: bool = True,
 ) -> tuple[list[int], tuple[Span, ...], tuple[Content, ...]]:
     """The prompt with contents in place of some of its tokens."""
     prompt, spans, contents = list(prompt), list[Span](), dict[bytes, Content]()
@@ -32,7 +36,7 @@ def random_spans(
         count = content.rows - offset
         if first + count > len(prompt) or content.rows > limits.pool_rows:
             continue
-        is_mutual = content.rows == 6 and count <= chunk_tokens
+        is_mutual = may_be_mutual and content.rows == 6 and count <= chunk_tokens
         prompt[first : first + count] = place_ids(content.digest, count, offset).tolist()
         spans.append(
             Span(first, count, content.digest, offset, kind=content.kind, is_mutual=is_mutual)

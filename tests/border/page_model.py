@@ -14,11 +14,13 @@ from torch import Tensor
 
 from banyan.layers.cache_spec import CacheTensor, LayerCache
 from banyan.layers.step_inputs import AttentionSpec, OutputTokens, StepInputs
+from banyan.messages.spans import ContentKind
 from banyan.model_config.model_config import FULL, STATE, WINDOW, ModelConfig
 from banyan.models.decoder import stage_of
 from banyan.ops.api import Ops, PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import ALONE, Group, Groups
+from tests.border.page_features import PageTower
 from tests.border.page_numbers import (
     BASE,
     HEAD,
@@ -67,11 +69,10 @@ class PageModel:
         groups: `stages` have the layers one part after another, `ffn` share the thresholds of
             remainders, and `head` the vocabulary of the logits.
         certainty: factor on the logits.
+        tower: makes features; None = prompts are tokens.
     """
 
     prunes_to_outputs = True
-    takes_features = False
-    towers: dict = {}
 
     def __init__(
         self,
@@ -80,7 +81,10 @@ class PageModel:
         windows: tuple[int, ...],
         groups: Groups = ALONE,
         certainty: float = 1.0,
+        tower: PageTower | None = None,
     ) -> None:
+        self.takes_features = tower is not None
+        self.towers = {} if tower is None else {ContentKind.PATCHES: tower}
         self.model_config = model_config
         self._stages, self._ffn, self._heads = groups.stages, groups.ffn, groups.head
         self._here = stage_of(len(windows), self._stages)
@@ -122,6 +126,8 @@ class PageModel:
         if self._stages.rank == 0:
             parts = [self._token_codes(step.tokens), self._factors(step.positions)]
             units = self._remainder(ops.silu_and_mul(ops.concat(parts)))
+            if step.feature_rows is not None:
+                units = step.feature_rows.replace(units, ops)
         assert units is not None
         for layer in self._here:
             spec, queries, counts = self._specs[layer], self._queries[layer], self._counts[layer]

@@ -71,10 +71,12 @@ class Prefix:
         self.codes = [[] for _ in range(len(self.windows) + 1)]
         self._sums = [[np.zeros(WIDTH, np.int64)] for _ in self.windows]
 
-    def append(self, token: int) -> None:
+    def append(self, token: int, given: np.ndarray | None = None) -> None:
+        """given: the first code, in place of the token's."""
         position = len(self.tokens)
         self.tokens.append(token)
         code = (TOKEN_CODES[token] + BASE) * POSITION_FACTORS[position] % BASE
+        code = code if given is None else given
         for layer, window in enumerate(self.windows):
             codes, sums = self.codes[layer], self._sums[layer]
             codes.append(code)

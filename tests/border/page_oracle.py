@@ -9,6 +9,7 @@ from banyan.messages.requests import Generate
 from banyan.ops.sampling import banned, draw, log_softmax_at, penalise, quantile
 from tests.border.far_numbers import FarPrefix
 from tests.border.oracle import BARRED
+from tests.border.page_features import PLACEHOLDER, codes_at
 from tests.border.page_numbers import VOCAB, Prefix
 
 
@@ -30,11 +31,16 @@ class PageStory:
         self._prefix = prefix(windows)
         self._edited = dict[int, np.ndarray]()
         """By position of an output: the logits that its token is chosen from."""
+        self._given = codes_at(generate.spans)
         self._is_barred = False
         """The runner cannot take the sequence: a token is none of the vocabulary."""
 
     def append(self, token: int) -> None:
-        if token < VOCAB:
+        given = self._given.get(len(self._prefix.tokens))
+        if given is not None:
+            assert isinstance(self._prefix, Prefix)
+            self._prefix.append(PLACEHOLDER, given)
+        elif token < VOCAB:
             self._prefix.append(token)
         else:
             self._is_barred = True

@@ -19,6 +19,7 @@ from banyan.runner.speculative import Drafter
 from banyan.runner.speculative.draft_runner import DraftModel, DraftRunner
 from banyan.runner.speculative.standalone import ModelDrafter
 from banyan.runner.speculative.tree_growth import Grower
+from tests.border.page_features import PageTower
 from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel, kind_of
 from tests.border.page_numbers import LAYERS, STATEFUL, UNITS, VOCAB
 
@@ -46,6 +47,7 @@ class Shape:
         branches: drafts are trees.
         levels: of trees that a model like the one that answers drafts, over pages of its own; 0 =
             no model drafts.
+        blocks: of the tower that makes features; 0 = prompts are tokens.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -58,6 +60,7 @@ class Shape:
     multi_step: int = 1
     branches: bool = False
     levels: int = 0
+    blocks: int = 0
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -101,7 +104,8 @@ def build_runner(
         window=max(shape.windows),
         pooling=Pooling(LAST, normalize=False) if shape.is_pooling else None,
     )
-    model = wrap(PageModel(model_config, ops, shape.windows, groups))
+    tower = PageTower(shape.blocks) if shape.blocks else None
+    model = wrap(PageModel(model_config, ops, shape.windows, groups, tower=tower))
     layouts = tuple(
         GroupLayout(group.kind, group.window, group.page_tokens, group.num_pages + shape.spare)
         for group in shape.groups

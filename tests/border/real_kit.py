@@ -17,6 +17,7 @@ from banyan.ops.api import Ops
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import Abilities
 from tests.border.build import World, random_world, with_store
+from tests.border.fake_features import random_spans
 from tests.border.faults import FaultyModel, FaultyOps, Injector
 from tests.border.kit import Answers, Interrupt, Runner
 from tests.border.oracle import VOCAB, Story
@@ -61,6 +62,7 @@ class RealWorld(World):
             self.core.limits.multi_step,
             self.branches,
             self.core.limits.draft_levels,
+            blocks=self.core.limits.content.towers[0].blocks if self.abilities.features else 0,
         )
 
 
@@ -170,7 +172,21 @@ class RealKit:
         tokens = generate.tokens
         if random.random() < 0.02:  # the runner cannot take it, and nobody else shall notice
             tokens = tokens[:-TOKEN_BYTES] + array("i", [VOCAB + 3]).tobytes()
-        return msgspec.structs.replace(generate, sampling=sampling, tokens=tokens)
+        generate = msgspec.structs.replace(generate, sampling=sampling, tokens=tokens)
+        return _with_contents(world, generate) if world.abilities.features else generate
+
+
+def _with_contents(world: World, generate: Generate) -> Generate:
+    """Some prompts are given by content in part; often alike, so that prefixes are found."""
+    prompt, own = list(array("i", generate.tokens)), Random(generate.sampling.seed)
+    if prompt[-1] >= VOCAB or own.random() < 0.6:
+        return generate
+    limits, alike = world.core.limits, Random(own.randrange(6))
+    prompt, spans, contents = random_spans(
+        alike, prompt, limits.content, limits.chunk_tokens, may_be_mutual=False
+    )
+    tokens = array("i", prompt).tobytes()
+    return msgspec.structs.replace(generate, tokens=tokens, spans=spans, contents=contents)
 
 
 @cache
@@ -182,7 +198,8 @@ def plain_runner(is_pooling: bool = False, has_drafter: bool = False) -> ModelRu
     """A runner of one slot and one page."""
     groups = (CacheGroup(FULL, COMPILED_PAGE, 2),)
     drafter = Prompter(list, Random(0), 0.0) if has_drafter else None
-    return build_runner(Shape(groups, 1, 8, 0, False, is_pooling), _ops(False), drafter=drafter)
+    shape = Shape(groups, 1, 8, 0, False, is_pooling, blocks=1)
+    return build_runner(shape, _ops(False), drafter=drafter)
 
 
 @cache

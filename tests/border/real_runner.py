@@ -54,6 +54,7 @@ from banyan.runner.step_outputs import LaunchedStep
 from tests.border.faults import Faults, InjectedError, Injector
 from tests.border.kit import Interrupt
 from tests.border.laws import Device, Launched, Laws, Tenancy, check_result, require
+from tests.border.page_features import filled
 from tests.border.page_model import bytes_of
 from tests.border.page_numbers import LAYERS, VOCAB
 from tests.border.real_store import Shelf
@@ -248,7 +249,8 @@ class RealRunner:
         self._arm(launched)
         is_checked = self._random.random() < 0.25 and not plan.control_ops
         before = self._snapshot() if is_checked else None
-        builder = msgspec.structs.replace(plan, copies=[*copies, *plan.copies, *out])
+        builder = msgspec.structs.replace(filled(plan), copies=[*copies, *plan.copies, *out])
+        self.seen["pieces"] += len(plan.pieces)
         self._wait_for_device()
         pending = self._taker.launch(builder, partial(self._mask_of, launched))
         if self._broken is not None:

@@ -19,6 +19,7 @@ ACTIONS_PER_WORLD = 250
 MOST = 14_000
 """Steps after which everything has happened."""
 MUST_HAPPEN = (
+    "pieces",
     "ReleaseMemory",
     "ResumeMemory",
     "StopProfile",

@@ -11,7 +11,7 @@ from banyan.base.errors import BanyanError, RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.events import Failed, Fatal, Finished, Stats, Tokens
 from banyan.messages.requests import Abort, StopAt
-from banyan.messages.spans import Content, ContentKind
+from banyan.messages.spans import CONTENT_UNKNOWN, Content, ContentKind
 from tests.support.clients import asynchronous, counting, events_of, generate
 from tests.support.fake_engine import serving, until
 
@@ -137,6 +137,22 @@ async def test_a_request_larger_than_a_frame_is_refused(monkeypatch):
     async with serving(counting) as (client, _):
         with pytest.raises(RequestError, match="1000 are legal"):
             client.submit(structs.replace(generate(), contents=(large,)))
+
+
+@asynchronous
+async def test_the_data_of_a_content_is_sent_once_and_again_if_the_engine_has_dropped_it():
+    content = Content(bytes(32), ContentKind.PATCHES, b"data", (1, 1, 1), 1)
+    async with serving(counting) as (client, engine):
+        engine.hold = True
+        for name in ("first", "second"):
+            client.submit(structs.replace(generate(name), contents=(content,)))
+        await until(lambda: len(engine.received) == 2)
+        assert [m.contents[0].data for m in engine.received] == [b"data", b""]
+
+        engine.say(Failed(RequestId("second"), 409, "dropped", CONTENT_UNKNOWN))
+
+        await until(lambda: len(engine.received) == 3)
+        assert engine.received[2].contents == (content,) and len(client.streams) == 2
 
 
 @asynchronous

@@ -1,6 +1,7 @@
 """Compiled attention against the plain one, and against itself in every other shape of a step."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +16,8 @@ SCALE = 0.3
 TOLERANCE = 2e-5
 MOST_BY_ROUNDING = 2e-2
 """Of values up to 4, rounded to 8 bits."""
+Spans = Sequence[tuple[int, int, int]]
+"""(row, first, last) of stretches whose tokens see each other."""
 
 
 @pytest.fixture
@@ -95,7 +98,21 @@ class World:
         return torch.cat([of[row][first:last] for row, first, last in chunks])
 
 
-def compiled(attention: PagedAttention, world: World, chunks: list[tuple[int, int, int]]) -> Tensor:
+def ends_of(chunks: list[tuple[int, int, int]], spans: Spans) -> Tensor | None:
+    """`ends` of the tokens of some chunks, where the tokens of each span see each other."""
+    found = torch.zeros(sum(last - first for _, first, last in chunks), dtype=torch.int32)
+    at = 0
+    for row, first, last in chunks:
+        for of, begin, end in spans:
+            if of == row and begin < last and end > first:
+                found[at + begin - first : at + end - first] = end
+        at += last - first
+    return found if spans else None
+
+
+def compiled(
+    attention: PagedAttention, world: World, chunks: list[tuple[int, int, int]], spans: Spans = ()
+) -> Tensor:
     """The chunks (row, first, last) of a step on pages that hold their past and nothing else."""
     attention.rounds = world.shape.rounds
     k_pages, v_pages = world.pages()
@@ -115,10 +132,11 @@ def compiled(attention: PagedAttention, world: World, chunks: list[tuple[int, in
         world.shape.soft_cap,
         world.sinks,
         world.shape.unit,
+        ends=ends_of(chunks, spans),
     )
 
 
-def expected(world: World, chunks: list[tuple[int, int, int]]) -> Tensor:
+def expected(world: World, chunks: list[tuple[int, int, int]], spans: Spans = ()) -> Tensor:
     """The same by the reference, on its own pages, in fp64."""
     k_pages, v_pages = (to_numbers(pages).double() for pages in world.pages())
     for row, _, last in chunks:
@@ -136,6 +154,7 @@ def expected(world: World, chunks: list[tuple[int, int, int]]) -> Tensor:
         world.shape.soft_cap,
         world.sinks,
         world.shape.unit,
+        ends=ends_of(chunks, spans),
     ).float()
 
 
@@ -183,6 +202,29 @@ def test_ragged_steps_equal_the_reference_whatever_lies_in_unused_slots(attentio
 
     wanted = expected(world, chunks)
     torch.testing.assert_close(out, wanted, **shape.tolerance)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.has_sinks], ids=str)
+def test_tokens_of_a_span_see_each_other_in_chunks_of_any_size(attention, shape):
+    world = World(shape, [600, 90, 40])
+    spans = [(0, 200, 270), (0, 300, 301), (1, 0, 30), (1, 40, 90), (2, 39, 40)]
+    whole = [(0, 0, 600), (1, 0, 90), (2, 0, 40)]
+
+    out = compiled(attention, world, whole, spans)
+
+    torch.testing.assert_close(out, expected(world, whole, spans), **shape.tolerance)
+    rows = dict(zip((row for row, _, _ in whole), out.split([600, 90, 40]), strict=True))
+    for chunk in [
+        (0, 0, 200),
+        (0, 200, 270),
+        (0, 190, 290),
+        (0, 599, 600),
+        (1, 30, 90),
+        (2, 3, 40),
+    ]:
+        alone = compiled(attention, world, [chunk], spans)
+        if not shape.rounds:
+            assert torch.equal(bits(alone), bits(rows[chunk[0]][chunk[1] : chunk[2]])), chunk
 
 
 @pytest.mark.parametrize(

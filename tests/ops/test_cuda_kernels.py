@@ -64,6 +64,22 @@ def test_attention_is_that_of_the_reference(
     close(got, want, dtype)
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (40, 0.0), (0, 3.0)])
+def test_tokens_of_a_span_see_each_other(window, soft_cap):
+    k_pages, v_pages = random(30, PAGE, 2, 64, seed=2), random(30, PAGE, 2, 64, seed=3)
+    tables = torch.arange(1, 25, dtype=torch.int32, device=DEVICE).view(2, 12)
+    starts = torch.tensor([0, 140, 170], dtype=torch.int32, device=DEVICE)
+    contexts = torch.tensor([20, 60], dtype=torch.int32, device=DEVICE)
+    ends = torch.zeros(170, dtype=torch.int32, device=DEVICE)
+    ends[10:80], ends[120:140], ends[140:150] = 100, 160, 70
+    q = random(170, 4, 64)
+    rest = (tables, starts, contexts, 0.1, window, soft_cap)
+    got = triton_attention.paged_attention.run(q, k_pages, v_pages, *rest, ends=ends)
+    double = [x.double() for x in (q, k_pages, v_pages)]
+    want = reference.paged_attention(*double, *rest, ends=ends)
+    close(got, want, torch.float32)
+
+
 def test_a_token_has_the_same_bits_alone_and_among_others():
     k_pages, v_pages = random(30, PAGE, 2, 64, seed=2), random(30, PAGE, 2, 64, seed=3)
     tables = torch.arange(1, 25, dtype=torch.int32, device=DEVICE).view(4, 6)

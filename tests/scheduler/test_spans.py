@@ -1,6 +1,7 @@
 """Contents in the scheduler: pieces next to decode rows, room, and what prefixes may end in."""
 
 from array import array
+from collections import Counter
 from hashlib import sha256
 
 import msgspec
@@ -136,3 +137,15 @@ def test_a_prefix_ends_where_its_ids_identify_the_content(end, is_mutual, expect
 
 def test_a_span_of_few_places_is_never_part_of_a_prefix():
     assert last_end([Span(3, 2, bytes(32))], 20) == 3
+
+
+def test_pieces_are_charged_to_their_caller():
+    driver = Driver(chunk_tokens=64, content=LIMITS, max_running=1)
+    for at in range(30):
+        content = request(f"content-{at}", 2, rows=8, content=f"{at}", new=1)
+        driver.receive(msgspec.structs.replace(content, caller=b"content"))
+        driver.submit(f"text-{at}", [at + 1] * 12, new=1, caller=b"text")
+    while len(driver.ends) < 24:
+        driver.step()
+    served = Counter(name.partition("-")[0] for name in list(driver.ends)[:24])
+    assert served["text"] > 3 * served["content"], "six blocks cost 48 tokens, a prompt 12"

@@ -259,6 +259,39 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert why in eyes.refusal(CHAT, chat(part, TEXT))
 
 
+PIXEL = {"format": "processor_output", "pixel_values": [[0.5]]}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"format": "lossless"}, "'lossless' is not taken"),
+        ({"format": "precomputed_embedding", "feature": "abc"}, "rows of numbers"),
+        ({"format": "precomputed_embedding", "feature": [[1.0], [1.0, 2.0]]}, "rows of numbers"),
+        ({"format": "precomputed_embedding", "feature": [[1.0] * 7]}, "rows of 7 numbers"),
+        ({"format": "precomputed_embedding", "feature": [[2.0**63 * 2.0**70] * 7]}, "not finite"),
+        ({"format": "processor_output", "pixel_values": [[0.5] * 7]}, "image_grid_thw must be"),
+        (
+            {
+                "format": "processor_output",
+                "pixel_values": [[0.5]],
+                "image_grid_thw": [1, 2**31, 2],
+            },
+            "image_grid_thw must be",
+        ),
+        (
+            {"format": "processor_output", "pixel_values": [[0.5]], "image_grid_thw": [1, 2, 2]},
+            "pixel_values of shape [1, 1]",
+        ),
+    ],
+)
+def test_features_that_do_not_fit_are_refused_by_name(
+    eyes: Eyes, given: dict[str, object], why: str
+) -> None:
+    body = {"text": "<|image_pad|>", "image_data": given}
+    assert why in eyes.refusal("/generate", body)
+
+
 @pytest.mark.parametrize("name", hostile_files())
 def test_a_hostile_file_is_one_clear_refusal(eyes: Eyes, name: str) -> None:
     part = {"type": "image_url", "image_url": {"url": data_url(hostile_files()[name])}}

@@ -106,6 +106,22 @@ _QWEN3_VISION = {
 }
 _QWEN = {"tokens": _QWEN_TOKENS, "image": _VISION_PAD, "video": _VIDEO_PAD}
 _INTERLEAVED = _rope(5e6, 4, 2, 2, mrope_interleaved=True) | {"head_dim": 16}
+_GLM_VISION = {
+    "depth": 3,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "image_size": 70,
+    "patch_size": 14,
+    "attention_bias": True,
+}
+_GLM_TOKENS = {
+    "image_start_token_id": "<|begin_of_image|>",
+    "image_end_token_id": "<|end_of_image|>",
+    "image_token_id": "<|image|>",
+}
+_GLM_PAD = "<|begin_of_image|><|image|><|end_of_image|>"
 _VIT = {
     "hidden_size": 40,
     "intermediate_size": 56,
@@ -181,22 +197,25 @@ RECIPES: Mapping[str, Recipe] = {
     "glm4v": Recipe(
         "Glm4v",
         _rope(1e4, 2, 3, 3, partial_rotary_factor=1.0) | {"head_dim": 16, "pad_token_id": 0},
-        {
-            "depth": 3,
-            "hidden_size": 40,
-            "intermediate_size": 56,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "image_size": 70,
-            "patch_size": 14,
-            "attention_bias": True,
+        _GLM_VISION,
+        _GLM_TOKENS,
+        _GLM_PAD,
+        files=_qwen_files(14, _CLIP_NORM),
+    ),
+    "glm4v_moe": Recipe(
+        "Glm4vMoe",
+        _rope(1e4, 2, 1, 1, partial_rotary_factor=0.5)
+        | {
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
         },
-        {
-            "image_start_token_id": "<|begin_of_image|>",
-            "image_end_token_id": "<|end_of_image|>",
-            "image_token_id": "<|image|>",
-        },
-        "<|begin_of_image|><|image|><|end_of_image|>",
+        _GLM_VISION,
+        _GLM_TOKENS,
+        _GLM_PAD,
         files=_qwen_files(14, _CLIP_NORM),
     ),
     "paddleocr_vl": Recipe(
@@ -271,6 +290,22 @@ RECIPES: Mapping[str, Recipe] = {
                 **_CLIP_NORM,
             }
         },
+    ),
+    "llava_next": Recipe(
+        "LlavaNext",
+        {"model_type": "llama"},
+        _VIT | {"model_type": "clip_vision_model", "projection_dim": 8},
+        {"image_token_index": "<image>"},
+        "<image>",
+        files={
+            "preprocessor_config": {
+                "size": {"shortest_edge": 84},
+                "crop_size": {"height": 84, "width": 84},
+                "image_grid_pinpoints": [[84, 168], [168, 84], [168, 168], [84, 252]],
+                **_CLIP_NORM,
+            }
+        },
+        outer={"image_grid_pinpoints": [[84, 168], [168, 84], [168, 168], [84, 252]]},
     ),
     "llava_siglip": Recipe(
         "Llava",

@@ -5,7 +5,9 @@ Other than the Qwen-VL models, whose pictures `test_pictures.py` follows through
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,30 @@ def _by_grid(name: str, token: str) -> Callable[[Mapping[str, Any], list[Image.I
 def _llava(settings: Mapping[str, Any], pictures: list[Image.Image]) -> Prepared:
     found = _processed("CLIP", settings, pictures)
     return ["<image>" * 36] * len(pictures), {"pixel_values": found["pixel_values"]}
+
+
+def _llava_next(settings: Mapping[str, Any], pictures: list[Image.Image]) -> Prepared:
+    pinpoints = settings["image_grid_pinpoints"]
+    found = _processed("LlavaNext", settings, pictures, image_grid_pinpoints=pinpoints)
+    processor = transformers.models.llava_next.processing_llava_next.LlavaNextProcessor
+    counter = SimpleNamespace(
+        image_processor=SimpleNamespace(image_grid_pinpoints=pinpoints),
+        patch_size=14,
+        num_additional_image_tokens=0,
+    )
+    counter._get_unpadded_features = partial(processor._get_unpadded_features, counter)
+    counts = [
+        processor._get_number_of_features(counter, each.height, each.width, 84, 84)
+        for each in pictures
+    ]
+    sizes = {"image_sizes": torch.as_tensor(found["image_sizes"])}
+    return ["<image>" * count for count in counts], {"pixel_values": found["pixel_values"], **sizes}
+
+
+def _gemma3(settings: Mapping[str, Any], pictures: list[Image.Image]) -> Prepared:
+    found = _processed("Gemma3", settings, pictures, resample=Image.Resampling.BILINEAR)
+    text = f"<start_of_image>{'<image_soft_token>' * 9}<end_of_image>"
+    return [text] * len(pictures), {"pixel_values": found["pixel_values"]}
 
 
 def _internvl(settings: Mapping[str, Any], pictures: list[Image.Image]) -> Prepared:
@@ -103,7 +129,10 @@ FAMILIES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], list[Image.Image]
         "<|IMAGE_PLACEHOLDER|>",
         _by_grid("PaddleOCRVL", "<|IMAGE_PLACEHOLDER|>"),
     ),
+    "glm4v_moe": ("<|image|>", _by_grid("Glm4v", "<|image|>")),
     "llava": ("<image>", _llava),
+    "llava_next": ("<image>", _llava_next),
+    "gemma3": ("<start_of_image>", _gemma3),
     "internvl": ("<IMG_CONTEXT>", _internvl),
     "pixtral": ("[IMG]", _by_rows(1)),
     "mistral3": ("[IMG]", _by_rows(2)),
@@ -123,11 +152,14 @@ def of_transformers(family: str, model: Any, folder: Path, pictures: list[Image.
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = tokenizer.encode(prompt.replace("\1", pad), add_special_tokens=False).ids
     length, chosen = len(ids), tokenizer.token_to_id(pad)
+    mutual = tokenizer.token_to_id("<image_soft_token>")
     with torch.no_grad():
         for _ in range(STEPS):
             tokens = torch.tensor([ids])
             if "image_grid_thw" in inputs:
                 inputs["mm_token_type_ids"] = (tokens == chosen).int()
+            if mutual is not None:
+                inputs["token_type_ids"] = (tokens == mutual).int()
             logits = model(input_ids=tokens, use_cache=False, **inputs).logits
             ids = [*ids, int(logits[0, -1].argmax())]
     return ids[length:], length

@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 )
 
 from banyan import Engine
-from tests.support.multimodal import RECIPES, tiny
+from tests.support.multimodal import RECIPES, qwen_features, tiny
 from tests.system.serving import ROOT, serving
 
 GREEDY = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -27,11 +27,15 @@ def picture(width: int, height: int) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
 
 
-def of_transformers(model, folder: Path, text: str, pictures: list[Image.Image]):
-    """Greedy output ids, and the length of the prompt."""
+def processed(folder: Path, pictures: list[Image.Image]):
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     del settings["image_processor_type"]
-    found = Qwen2VLImageProcessorPil(**settings)(images=pictures, return_tensors="pt")
+    return Qwen2VLImageProcessorPil(**settings)(images=pictures, return_tensors="pt")
+
+
+def of_transformers(model, folder: Path, text: str, pictures: list[Image.Image]):
+    """Greedy output ids, and the length of the prompt."""
+    found = processed(folder, pictures)
     counts = iter((found["image_grid_thw"].prod(1) // 4).tolist())
     pad, ids = model.config.image_token_id, []
     for id in PreTrainedTokenizerFast.from_pretrained(folder)(text)["input_ids"]:
@@ -80,6 +84,31 @@ def test_answers_about_pictures_are_those_of_transformers(family: str, tmp_path:
         found, _, cached = ask(second, first)
         assert found == other and other_length == length
         assert cached <= len("Hello ") + 1  # nothing of another picture
+        ready = processed(tmp_path, [first, second])
+        grids = ready["image_grid_thw"]
+        patches = ready["pixel_values"].split(grids.prod(1).tolist())
+        for kind, name, values in (
+            ("processor_output", "pixel_values", patches),
+            (
+                "precomputed_embedding",
+                "feature",
+                [
+                    qwen_features(model, p, tuple(g)).tolist()
+                    for p, g in zip(patches, grids.tolist(), strict=True)
+                ],
+            ),
+        ):
+            given = [
+                {"format": kind, name: value, "image_grid_thw": grid.tolist()}
+                for value, grid in zip(values, grids, strict=True)
+            ]
+            assert engine.generate(text, GREEDY, image_data=given)["output_ids"] == expected, kind
+        ids = PreTrainedTokenizerFast.from_pretrained(tmp_path)(text)["input_ids"]
+        counts = iter((grids.prod(1) // 4).tolist())
+        pad = model.config.image_token_id
+        full = [id for each in ids for id in [each] * (next(counts) if each == pad else 1)]
+        answer = engine.generate(None, GREEDY, input_ids=full, image_data=given)
+        assert answer["output_ids"] == expected
 
 
 def test_a_server_answers_the_example_and_counts_its_picture(tmp_path: Path) -> None:

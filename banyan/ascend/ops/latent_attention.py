@@ -175,7 +175,7 @@ def _latent_attention(toolkit: NpuToolkit, is_fractal: bool = False) -> Callable
                 pages = (latent_pages, key_pages, *where, context_lengths[row : row + 1])
                 return run(q[tokens], q_turned[tokens], *pages, scale)
 
-            return attend_apart(paths, starts, lengths, tree, chain)
+            return attend_apart(paths[:, 1], starts, lengths, tree, chain)
         assert not is_fractal or (is_served and chosen is None), "fractal pages have other readers"
         if chosen is not None or not is_served:
             rows = (page_tables, row_starts.to(q.device), context_lengths.to(q.device))

@@ -30,10 +30,11 @@ def attend_plainly(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     paths: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """As `paged_attention` of ops/api.py. k_pages: parts of the keys, [pages, page size,
-    kv_heads, width] each; v_pages: the same of one width; lengths: keys of each row; paths: on the
-    host."""
+    kv_heads, width] each; v_pages: the same of one width; lengths: keys of each row; paths and
+    ends: on the host."""
     out = q.new_empty(*q.shape[:2], v_pages.shape[-1])
     size = v_pages.shape[1]
     for row, length in enumerate(lengths):
@@ -54,7 +55,8 @@ def attend_plainly(
             seen = seen_along(mine, first, length, window).to(q.device)
         else:
             positions = torch.arange(context, length, device=q.device)
-            seen = visible(positions, first, length - first, window)
+            after = None if ends is None else ends[tokens].to(q.device)
+            seen = visible(positions, first, length - first, window, after)
         out[tokens] = dense_attention(q[tokens], k, v, seen, scale, soft_cap, sinks)
     return out
 
@@ -74,19 +76,24 @@ def seen_along(paths: list[list[int]], first: int, length: int, window: int) -> 
 
 
 def attend_apart(
-    paths: Tensor,
+    odd: Tensor,
     starts: list[int],
     lengths: list[int],
-    tree: Callable[[int, slice], Tensor],
+    alone: Callable[[int, slice], Tensor],
     chain: Callable[[int, slice], Tensor],
 ) -> Tensor:
-    """Attention of a step with draft trees, row by row. tree, chain: of one row, given its number
-    and its tokens; the operators attend over chains only."""
+    """Attention of a step with rows that the operators cannot compute, row by row.
+
+    Args:
+        odd: [tokens], not 0 for a token of a draft tree, or one that sees later tokens.
+        alone, chain: attention of one row with such tokens, and of one without, given its number
+            and its tokens.
+    """
     found: list[Tensor] = []
     for row in range(len(lengths)):
         tokens = slice(starts[row], starts[row + 1])
         if tokens.start < tokens.stop:
-            found.append((tree if paths[tokens.start, 1] else chain)(row, tokens))
+            found.append((alone if odd[tokens].any() else chain)(row, tokens))
     return torch.cat(found)
 
 
@@ -112,6 +119,7 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         soft_cap: float,
         sinks: Tensor | None = None,
         paths: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
         if not len(q):
@@ -119,7 +127,7 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         starts = row_starts.tolist()
         lengths = lengths_of(starts, context_lengths.tolist())
         if soft_cap or window < 0:  # not supported by the operators
-            how = (scale, window, soft_cap, sinks, paths)
+            how = (scale, window, soft_cap, sinks, paths, ends)
             return attend_plainly(q, (k_pages,), v_pages, page_tables, starts, lengths, *how)
         rows = _Rows(
             toolkit.operators,
@@ -130,18 +138,21 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
             None if sinks is None else sinks.to(torch.bfloat16),
         )
         tables, query = page_tables.contiguous(), q.contiguous()
-        if paths is not None:
+        # Per token: whether it does not attend to all before it and to nothing else.
+        odd = ends if paths is None else paths[:, 1]
+        if odd is not None:
 
-            def tree(row: int, tokens: slice) -> Tensor:
+            def alone(row: int, tokens: slice) -> Tensor:
                 one = (tables[row : row + 1], [0, tokens.stop - tokens.start], [lengths[row]])
-                how = (scale, window, soft_cap, sinks, paths[tokens])
+                how = (scale, window, soft_cap, sinks)
+                how += tuple(None if each is None else each[tokens] for each in (paths, ends))
                 return attend_plainly(query[tokens], (k_pages,), v_pages, *one, *how)
 
             def chain(row: int, tokens: slice) -> Tensor:
                 one = (tables[row : row + 1], [0, tokens.stop - tokens.start], [lengths[row]])
                 return rows.one_by_one(query[tokens], *one)
 
-            return attend_apart(paths, starts, lengths, tree, chain)
+            return attend_apart(odd, starts, lengths, alone, chain)
         if len(q) == len(lengths):
             return rows.single(query, tables, lengths)
         if q.shape[2] in TOGETHER_DIMS:
@@ -214,4 +225,4 @@ class _Rows:
 
 
 write_kv = Kernel(supports=declines_pages, make=_write_kv)
-paged_attention = Kernel(supports=declines_pages, make=_paged_attention)
+paged_attention = Kernel(supports=declines_pages, make=_paged_attention, sees_ahead=True)

@@ -158,4 +158,10 @@ def check_context_parallel(
             f"divided into {parallel.cp} equal shards",
             hint=f"choose --tensor-parallel-size as a multiple of {parallel.cp}",
         )
+    if model_config.media is not None and model_config.media.is_mutual:
+        raise ConfigError(
+            f"--attn-cp-size {parallel.cp}: tokens of one picture see each other, and prompts are "
+            "divided between ranks",
+            hint="leave it at 1, or add --language-model-only",
+        )
     return config

@@ -268,6 +268,7 @@ class VisionTower(nn.Module):
         self.deep = nn.ModuleList(
             PatchMerger(config, group, build, is_norm_last=True) for _ in config.deep_blocks
         )
+        self.newline = LearnedVector(config.out, build) if config.has_newline else None
         self.frequencies = _frequencies(config).to(build.device)  # [axes, pairs of each]
 
     @staticmethod
@@ -321,6 +322,8 @@ class VisionTower(nn.Module):
         if not self.config.is_by_block and self.config.merge > 1:
             x = x[by_block(state.grid, self.config.merge).to(self.device)]
         rows = self._in_order(self.merger(self._cells(x)), state.order)
+        if self.newline is not None:
+            rows = torch.cat([rows, self.newline.values.unsqueeze(0)])
         return torch.cat([rows, *state.deep], dim=1)
 
     def cost(self, grid: Grid) -> int:

@@ -457,7 +457,8 @@ class Filling:
         key, layer = (module, slot), self.layers[module]
         if not self.open[key].keeps_blocks(part, tensor):
             self.unpacked.append(f"{module}.{slot}")
-        if self.names.norm_offset and slot == "weight" and isinstance(layer, RMSNorm | LayerNorm):
+        kinds = RMSNorm if self.names.is_rms_offset else RMSNorm | LayerNorm
+        if self.names.norm_offset and slot == "weight" and isinstance(layer, kinds):
             tensor = StoredWeight.from_tensor(tensor.dense.float() + self.names.norm_offset)
         parts = self.waiting.setdefault(key, {})
         parts[part] = tensor

@@ -81,6 +81,7 @@ class PagedAttention:
         sinks: Tensor | None = None,
         unit: float = 1.0,
         paths: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
         tokens, heads, head_dim = q.shape
         page_size, kv_heads = k_pages.shape[1:3]
@@ -89,7 +90,8 @@ class PagedAttention:
         shape = (page_size, kv_heads, heads // kv_heads, head_dim, window)
         cache = CACHE_TYPES[k_pages.dtype]
         rounds = self.rounds and rounds_here(self.library, cache, head_dim)
-        plan = self.plan(tokens, page_tables, row_starts, context_lengths, shape, paths, rounds)
+        lengths = (row_starts, context_lengths)
+        plan = self.plan(tokens, page_tables, *lengths, shape, paths, rounds, ends)
         out = self.library.empty(q.shape)
         self.library.call(
             "bn_paged_attention",
@@ -121,12 +123,13 @@ class PagedAttention:
         shape: tuple[int, int, int, int, int],
         paths: Tensor | None = None,
         rounds: bool = False,
+        ends: Tensor | None = None,
     ) -> np.ndarray:
         """Memory of the plan for this geometry; a recording has one for all its layers.
 
         rounds: the layers compute with rounded numbers.
         """
-        places = given_paths(paths)
+        places = (*given_paths(paths), 0 if ends is None else _whole(ends))
         lengths = (row_starts.data_ptr(), context_lengths.data_ptr())
         key = (page_tables.data_ptr(), *lengths, *shape, rounds, *places)
         recording = self.library.recording
@@ -263,6 +266,7 @@ paged_attention = Kernel(
     make=lambda library: PagedAttention(library).paged_attention,
     pages=PAGES,
     plain_pages=plain_kv,
+    sees_ahead=True,
 )
 rounded = Kernel(
     supports=_supports_rounded,
@@ -270,5 +274,6 @@ rounded = Kernel(
     rounds_activations=True,
     pages=PAGES,
     plain_pages=plain_kv,
+    sees_ahead=True,
 )
 moved = Kernel(supports=_supports, run=move_kv, pages=PAGES)

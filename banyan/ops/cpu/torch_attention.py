@@ -34,6 +34,7 @@ def _paged_attention(
     soft_cap: float,
     sinks: Tensor | None = None,
     paths: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     if soft_cap or sinks is not None:  # torch's fused attention has neither
         return reference.paged_attention(
@@ -48,6 +49,7 @@ def _paged_attention(
             soft_cap,
             sinks,
             paths=paths,
+            ends=ends,
         )
     out = torch.empty_like(q)
     starts, contexts = row_starts.tolist(), context_lengths.tolist()
@@ -61,8 +63,9 @@ def _paged_attention(
             seen = min(context + 1, window) if window > 0 else context + 1
             batches.setdefault((-(-seen // page_size)).bit_length(), []).append(row)
         elif tokens.stop > tokens.start:
+            mine = None if ends is None else ends[tokens]
             out[tokens] = _extend(
-                q[tokens], k_pages, v_pages, page_tables[row], context, scale, window
+                q[tokens], k_pages, v_pages, page_tables[row], context, scale, window, mine
             )
     for rows in batches.values():
         index = torch.tensor(rows)
@@ -142,12 +145,15 @@ def _extend(
     context: int,
     scale: float,
     window: int,
+    ends: Tensor | None,
 ) -> Tensor:
     """Many tokens of one row. q: [count, heads, head_dim]; page_table: [max_pages]."""
     positions = torch.arange(context, context + len(q))
     k, v, first = reference.gather_row(k_pages, v_pages, page_table, positions, window)
-    whole = context == 0 and not window
-    seen = None if whole else reference.visible(positions, first, k.shape[0], window)
+    if ends is not None and not ends.any():
+        ends = None
+    whole = context == 0 and not window and ends is None
+    seen = None if whole else reference.visible(positions, first, k.shape[0], window, ends)
     return _attend(q, k, v, scale, seen, whole)
 
 
@@ -174,4 +180,4 @@ def _sum_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float32 else q.dtype
 
 
-paged_attention = Kernel(run=_paged_attention, supports=_supports)
+paged_attention = Kernel(run=_paged_attention, supports=_supports, sees_ahead=True)

@@ -57,12 +57,14 @@ def numbers_at(pointers, is_key, is_dim, IS_MASKED: tl.constexpr, IS_WHOLE: tl.c
 
 @triton.jit
 def see(
-    query, best, total, result, begin, lowest, length, position, tables, k_pages, v_pages,
+    query, best, total, result, begin, lowest, length, position, last, tables, k_pages, v_pages,
     scale, soft_cap, window, k_page, k_token, v_page, v_token,
     IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr, PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The softmax state after KEYS more keys. Without a mask every query sees all of them."""
+    """The softmax state after KEYS more keys. Without a mask every query sees all of them.
+
+    last: newest position that each query sees, its own or a later one."""
     key = begin + tl.arange(0, KEYS)
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
@@ -75,7 +77,7 @@ def see(
     if HAS_CAP:
         logit = capped(logit, soft_cap) * 1.4426950408889634
     if IS_MASKED:
-        is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
+        is_seen = is_key[None, :] & (key[None, :] <= last[:, None])
         if window > 0:
             is_seen = is_seen & (key[None, :] > position[:, None] - window)
         logit = tl.where(is_seen, logit, float("-inf"))
@@ -98,8 +100,8 @@ def see(
 def attend(
     q, k_pages, v_pages, page_tables, row_starts, context_lengths, out, sinks,
     scale, soft_cap, unit, rows, q_token, q_head, k_page, k_token, k_head, v_page, v_token,
-    v_head, table_row, out_token, out_head, window,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
+    v_head, table_row, out_token, out_head, window, ends,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ENDS: tl.constexpr, PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -122,6 +124,10 @@ def attend(
     query = tl.load(q + q_at, mask=is_own, other=0.0)
     position = context + token
     length = context + tl.minimum(first + PER_BLOCK, count)
+    last = position
+    if HAS_ENDS:
+        last = tl.maximum(last, tl.load(ends + start + token, mask=is_query, other=0) - 1)
+        length = tl.maximum(length, tl.max(tl.where(is_query, last, 0)) + 1)
     lowest = 0
     if window > 0:
         lowest = tl.maximum(0, context + first - window + 1)
@@ -137,15 +143,15 @@ def attend(
         common = (context + first + 1) // KEYS * KEYS
         for at_key in range(begin, common, KEYS):
             best, total, result = see(
-                query, best, total, result, at_key, lowest, length, position, tables, k_of, v_of,
-                scale, soft_cap, window, k_page, k_token, v_page, v_token,
+                query, best, total, result, at_key, lowest, length, position, last,
+                tables, k_of, v_of, scale, soft_cap, window, k_page, k_token, v_page, v_token,
                 False, HAS_CAP, PAGE, HEAD_DIM, BLOCK_D, KEYS,
             )  # fmt: skip
         begin = common
     for at_key in range(begin, length, KEYS):
         best, total, result = see(
-            query, best, total, result, at_key, lowest, length, position, tables, k_of, v_of,
-            scale, soft_cap, window, k_page, k_token, v_page, v_token,
+            query, best, total, result, at_key, lowest, length, position, last,
+            tables, k_of, v_of, scale, soft_cap, window, k_page, k_token, v_page, v_token,
             True, HAS_CAP, PAGE, HEAD_DIM, BLOCK_D, KEYS,
         )  # fmt: skip
     result = result / tl.where(total > 0, total, 1.0)[:, None] * unit
@@ -209,7 +215,8 @@ def attend_rows(
         for at_key in range(begin, tl.minimum(part * PART + PART, length), KEYS):
             part_best, part_total, part_result = see(
                 query, part_best, part_total, part_result, at_key, lowest, length, positions,
-                tables, k_of, v_of, scale, soft_cap, window, k_page, k_token, v_page, v_token,
+                positions, tables, k_of, v_of, scale, soft_cap, window, k_page, k_token,
+                v_page, v_token,
                 True, HAS_CAP, PAGE, HEAD_DIM, BLOCK_D, KEYS,
             )  # fmt: skip
         if IS_SPLIT:

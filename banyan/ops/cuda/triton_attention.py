@@ -61,6 +61,7 @@ class _Call:
     numbers: tuple[float, float, float]
     """Scale, soft cap and unit."""
     window: int
+    ends: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -108,11 +109,12 @@ def _paged_attention(
     soft_cap: float,
     sinks: Tensor | None = None,
     unit: float = 1.0,
+    ends: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     scale = scale * unit if soft_cap else scale * unit * _LOG2_E
     tensors = (q, k_pages, v_pages, page_tables, context_lengths, out, sinks)
-    call = _Call(*tensors, (scale, soft_cap, unit), window)
+    call = _Call(*tensors, (scale, soft_cap, unit), window, ends)
     if len(q) == len(context_lengths):
         _attend_rows(call)
     else:
@@ -138,6 +140,8 @@ def _attend(call: _Call, row_starts: Tensor) -> None:
         rows,
         *call.strides,
         call.window,
+        call.context_lengths if call.ends is None else call.ends,
+        HAS_ENDS=call.ends is not None,
         PER_BLOCK=per_block,
         **constants,
     )
@@ -223,5 +227,5 @@ def _write_kv(
     )
 
 
-paged_attention = Kernel(supports=declines_pages, run=_paged_attention)
+paged_attention = Kernel(supports=declines_pages, run=_paged_attention, sees_ahead=True)
 write_kv = Kernel(supports=declines_pages, run=_write_kv)

@@ -1,8 +1,6 @@
 """Towers against transformers: features of pictures and clips, whole and in pieces."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +9,6 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import ModelError
 from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
-from banyan.model_config.checkpoint_fields import CheckpointFields
-from banyan.model_config.media import MediaConfig
-from banyan.model_config.media_from_hf import read_media
 from banyan.models.towers.vision import VisionTower
 from banyan.models.weights.loader import load_tower
 from banyan.ops.bind import bind
@@ -55,15 +50,6 @@ def content_of(tower: VisionTower, grid, seed: int = 0) -> torch.Tensor:
     return random_content(grid[0] * grid[1] * grid[2], values, seed)
 
 
-def mutual_media_of(folder: Path) -> MediaConfig | None:
-    """How Gemma 3 takes pictures."""
-    config = json.loads((folder / "config.json").read_text())
-    whole = CheckpointFields(config, "config.json")
-    text = CheckpointFields(config["text_config"], "config.json")
-    sizes = config["text_config"]["hidden_size"]
-    return read_media(config["architectures"][0], whole, text, str(folder), sizes, True)
-
-
 SQUARES = ["gemma3", "llava", "llava_siglip", "smolvlm", "internvl", "internvl_6b", "llama4"]
 RAGGED = ["pixtral", "mistral3"]
 TILES = [(1, 6, 6), (3, 6, 6)]
@@ -74,9 +60,6 @@ TILES = [(1, 6, 6), (3, 6, 6)]
 def test_features_of_other_towers_equal_those_of_transformers(family, seed, tmp_path):
     reference = tiny(family, tmp_path, seed)
     model_config = read_model_config(str(tmp_path))
-    if family == "gemma3":
-        assert model_config.media is None  # served as text: see `read_media`
-        model_config = replace(model_config, media=mutual_media_of(tmp_path))
     tower = load_tower(model_config, Build(OPS))
     merge = tower.config.merge
 

@@ -69,8 +69,20 @@ struct Planner {
     int begin = args.row_starts[row], count = args.row_starts[row + 1] - begin;
     int context = args.context_lengths[row];
     if (count > 0 && args.paths.of(begin)) return add_tree(row, begin, count);
-    for (int t = 0; t < count; t++) plan.pairs += context + t + 1 - seen_from(context + t);
-    if (count > 0 && !split(row, begin, count, context)) add_tiles(row, begin, count, context);
+    for (int t = 0; t < count; t++)
+      plan.pairs += end_of(begin + t, context + t) - seen_from(context + t);
+    if (count > 0 && (is_mutual(begin, count) || !split(row, begin, count, context)))
+      add_tiles(row, begin, count, context);
+  }
+
+  int32_t end_of(int token, int32_t position) const {
+    return args.ends && args.ends[token] ? args.ends[token] : position + 1;
+  }
+  // Some token of the row sees later ones.
+  bool is_mutual(int first_token, int count) const {
+    for (int t = 0; args.ends && t < count; t++)
+      if (args.ends[first_token + t]) return true;
+    return false;
   }
 
   // One tile after another: the lightest and the heaviest in turn, so that every stretch of units
@@ -79,12 +91,16 @@ struct Planner {
     int tiles = (count + tile - 1) / tile;
     for (int i = 0; i < tiles; i++) {
       int nth = i % 2 ? tiles - 1 - i / 2 : i / 2;
-      int begin = nth * tile, end = std::min(count, begin + tile);
-      plan.units[num_units++] = {(int32_t)num_queries, end - begin, row,
-                                 first_span(context + begin), (context + end - 1) / SPAN + 1};
-      for (int t = begin; t < end; t++)
-        plan.queries[num_queries++] = {first_token + t, context + t, -1};
-      plan.keys += context + end - seen_from(context + begin);
+      int begin = nth * tile, end = std::min(count, begin + tile), seen = 0;
+      Unit& unit = plan.units[num_units++];
+      unit = {(int32_t)num_queries, end - begin, row, first_span(context + begin), 0};
+      for (int t = begin; t < end; t++) {
+        Query query{first_token + t, context + t, end_of(first_token + t, context + t), -1};
+        plan.queries[num_queries++] = query;
+        seen = std::max(seen, query.end);
+      }
+      unit.end_span = (seen - 1) / SPAN + 1;
+      plan.keys += seen - seen_from(context + begin);
     }
   }
 
@@ -144,7 +160,7 @@ struct Planner {
   }
   void add_own(int row, int token, int32_t at, int span, int end_span, int32_t slot) {
     plan.units[num_units++] = {(int32_t)num_queries, 1, row, span, end_span};
-    plan.queries[num_queries++] = {token, at, slot};
+    plan.queries[num_queries++] = {token, at, at + 1, slot};
     plan.keys += std::min(at + 1, end_span * SPAN) - std::max(span * SPAN, seen_from(at));
   }
 
@@ -202,7 +218,7 @@ struct Planner {
     for (int t = 0; t < piece.count; t++) {
       int32_t at = position(piece.first_token + t, piece.context + t);
       if (piece.span >= first_span(at) && piece.span <= at / SPAN)
-        plan.queries[num_queries++] = {piece.first_token + t, at, slot};
+        plan.queries[num_queries++] = {piece.first_token + t, at, at + 1, slot};
       slot += num_spans(at);
     }
   }
@@ -257,14 +273,15 @@ BN_EXPORT int64_t bn_attention_plan_bytes(int64_t max_tokens, int64_t kv_heads, 
 }
 
 // Plan each run of this program for its attention layers of one geometry, in the given memory.
-// rounds: 1 for layers that are told so. paths: [max_tokens, path_stride], or null.
+// rounds: 1 for layers that are told so. paths: [max_tokens, path_stride], or null. ends: [max_tokens],
+// the position after the last that a token sees, 0 where that is its own; or null.
 BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
                                  const int32_t* page_tables, int64_t table_stride,
                                  const int32_t* row_starts, const int32_t* context_lengths,
                                  int32_t page_size, int32_t kv_heads, int32_t group,
                                  int32_t head_dim, int32_t window, int32_t max_tokens,
                                  int32_t shares_prefixes, int32_t rounds, const int32_t* paths,
-                                 int64_t path_stride) {
+                                 int64_t path_stride, const int32_t* ends) {
   size_t offsets[PLAN_PARTS];
   sizes_of_plan(max_tokens, kv_heads, group, head_dim, offsets);
   uint8_t* at = (uint8_t*)memory;
@@ -282,7 +299,7 @@ BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
   PlanArgs args{plan,      page_tables, row_starts, context_lengths, table_stride,
                 page_size, group,       kv_heads,   window,          shares_prefixes,
                 rounds && isa() >= AMX ? WIDE_TILE : TILE,
-                {paths, path_stride}};
+                {paths, path_stride}, ends};
   append(program, PLAN, &args, sizeof args, NOT_ROW_WISE);
 }
 

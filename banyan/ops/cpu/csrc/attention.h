@@ -43,6 +43,7 @@ inline int64_t place_of(const int32_t* path, int64_t position) {
 // A token at work in a unit. Positions count from the beginning of its request.
 struct Query {
   int32_t token, position;
+  int32_t end;   // position after the last that it sees, position + 1 but in mutual rows
   int32_t slot;  // of its first span's result in memory; -1: the unit folds all spans by itself
 };
 
@@ -83,6 +84,7 @@ struct PlanArgs {
   int32_t page_size, group, kv_heads, window;
   int32_t shares_prefixes, tile;
   Paths paths;
+  const int32_t* ends;  // of a step's tokens, 0: position + 1; null: all are 0
 };
 
 struct AttentionArgs {

@@ -17,7 +17,7 @@ void bn_attention_plan(Program* program, int32_t size, void* memory, const int32
                        const int32_t* context_lengths, int32_t page_size, int32_t kv_heads,
                        int32_t group, int32_t head_dim, int32_t window, int32_t max_tokens,
                        int32_t shares_prefixes, int32_t rounds, const int32_t* paths,
-                       int64_t path_stride);
+                       int64_t path_stride, const int32_t* ends);
 }
 
 namespace {
@@ -64,7 +64,7 @@ std::vector<float> outcome(const AttentionKernels& kernels, const Kernel& kernel
                   DIM,        DIM,        PAGE,             1,                DIM};
   append(fill, kernels.write[cache], &write, sizeof write, TOKENS);
   bn_attention_plan(attend, TOKENS, memory.get(), s.tables.data(), TABLE_PAGES, starts, contexts,
-                    PAGE, 1, GROUP_HEADS, DIM, 0, TOKENS_NOW, 1, 0, nullptr, 0);
+                    PAGE, 1, GROUP_HEADS, DIM, 0, TOKENS_NOW, 1, 0, nullptr, 0, nullptr);
   AttentionArgs args{s.q.data(),   s.k_pages.data(),  s.v_pages.data(), s.out.data(),
                      (const Plan*)memory.get(), s.tables.data(), GROUP_HEADS * DIM, TABLE_PAGES,
                      PAGE, 1, GROUP_HEADS, DIM, 0, 0.25f, 3.0f};
@@ -90,7 +90,7 @@ std::vector<float> latent_outcome(const AttentionKernels& kernels, int cache) {
                         s.locations.data(), DIM, DIM, DIM, DIM};
   append(fill, kernels.write_latent[cache], &write, sizeof write, TOKENS);
   bn_attention_plan(attend, TOKENS, memory.get(), s.tables.data(), TABLE_PAGES, starts, contexts,
-                    PAGE, 1, GROUP_HEADS, DIM, 0, TOKENS_NOW, 1, 0, nullptr, 0);
+                    PAGE, 1, GROUP_HEADS, DIM, 0, TOKENS_NOW, 1, 0, nullptr, 0, nullptr);
   AttentionArgs of{s.q.data(),   s.v_pages.data(),  s.k_pages.data(), s.out.data(),
                    (const Plan*)memory.get(), s.tables.data(), GROUP_HEADS * DIM, TABLE_PAGES,
                    PAGE, 1, GROUP_HEADS, DIM, 0, 0.25f, 0.0f};

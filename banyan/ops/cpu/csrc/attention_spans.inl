@@ -256,9 +256,9 @@ void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head,
   if (!splits) std::memset(tile.totals, 0, sizeof(float) * count * dim);
   for (int span = unit.first_span; span < unit.end_span; span++) {
     for (int r = 0; r < count; r++) {
-      int32_t position = queries[r / group].position;
-      int32_t from = first_seen(position, a.window) - span * SPAN;
-      tile.seen[r] = meet({from, position + 1 - span * SPAN}, {0, SPAN});
+      const Query& query = queries[r / group];
+      int32_t from = first_seen(query.position, a.window) - span * SPAN;
+      tile.seen[r] = meet({from, query.end - span * SPAN}, {0, SPAN});
     }
     bool is_last = span + 1 == unit.end_span;
     A::attend_span(a, pages, span, count, tile, is_last ? next : pages.k((span + 1) * SPAN));
