@@ -28,7 +28,8 @@ TOOLS = [
     for name in ("search", "switch")
 ]
 NAMED = {"type": "function", "function": {"name": "switch"}}
-FORMATS = [n for n in TOOL_PARSERS if n not in ("glm", "glm47", "qwen")]
+FORMATS = list({id(TOOL_PARSERS.load(n)): n for n in reversed(TOOL_PARSERS.names())}.values())
+"""One name of each format."""
 DRAWS = 3
 
 

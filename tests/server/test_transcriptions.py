@@ -1,5 +1,6 @@
 """/v1/audio: what reaches the engine, the forms of the answer, and what is refused."""
 
+import base64
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,6 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from banyan.chat_template.template import load_chat
 from banyan.config.schema import MediaOptions
 from banyan.media.preparation import MediaService
 from banyan.messages.spans import check_spans
@@ -141,3 +143,63 @@ def test_subtitles_have_their_clocks_and_no_arrow_in_the_text():
         "1\n00:00:00,000 --> 00:00:01,500\nOne\n\n2\n01:02:05,250 --> 01:02:06,000\na -> b\n"
     )
     assert subtitles(found, is_vtt=True).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nOne")
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'audio' %}<|AUDIO|>{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+BASE64 = base64.b64encode(FILE).decode()
+SOUND = {"type": "input_audio", "input_audio": {"data": BASE64, "format": "wav"}}
+
+
+def test_sounds_of_a_chat_and_of_generate_reach_the_engine_as_spans():
+    site, tokenizer = Site(), byte_tokenizer(*SPECIAL, "<|AUDIO|>")
+    token = tokenizer.token_to_id("<|AUDIO|>")
+    tower = SoundTowerConfig(1, 8, 1, 8, 8, window=200, pool=2)
+    media = MediaService(
+        MediaConfig(sound=SoundConfig(token, tower, is_whole=False)),
+        MediaOptions(timeout_s=0, limits={"audio": 2}),
+        tokenizer,
+        4096,
+    )
+    limits = replace(site.service.limits, vocab_size=token + 1, media_ids=(token,))
+    site.generator.limits = limits
+    chat = load_chat(tokenizer, CHAT_TEMPLATE)
+    site.state.service = replace(
+        site.service, tokenizer=tokenizer, media=media, limits=limits, chat=chat
+    )
+
+    def post(*parts: object, path: str = "/v1/chat/completions", **body: object) -> httpx.Response:
+        messages = {"messages": [{"role": "user", "content": list(parts)}]} if parts else {}
+        return site.http.post(path, json={**messages, **body})
+
+    text = {"type": "text", "text": "<|AUDIO|>?"}
+    url = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{BASE64}"}}
+    several = [
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(FILE + bytes(n)).decode()}}
+        for n in (2, 4, 6)
+    ]
+    picture = {"type": "image_url", "image_url": {"url": "https://a.org/b.png"}}
+    with site.serving():
+        for answer in (
+            post(SOUND, text),
+            post(url, text),
+            post(path="/generate", text="<|AUDIO|>a", audio_data=BASE64),
+        ):
+            assert answer.status_code == 200, answer.text
+            asked = site.generator.asked.pop()
+            check_spans(asked.message.tokens, asked.message.spans, asked.message.contents)
+            (span,) = asked.message.spans
+            assert (span.first, span.count, span.kind) == (0, 25, "mel")
+            assert asked.prompt[:25] == [token] * 25 and token not in asked.prompt[25:]
+        for answer, words in (
+            (post(picture), "takes no pictures"),
+            (post(*several), "may have 2 sounds"),
+            (post({"type": "audio_url", "audio_url": {"url": "http://127.0.0.1/a"}}), "public"),
+            (post(path="/generate", text="a", audio_data=BASE64), "0 places for sounds"),
+            (post(path="/generate", text="a", image_data=BASE64), "takes no pictures"),
+        ):
+            assert answer.status_code == 400 and words in answer.text, answer.text
+    media.close()

@@ -261,6 +261,18 @@ BATTERY = (
         "each conversation comes to its end",
         "tests/server/agents tests/clients/test_agents.py",
     ),
+    Line(
+        "T28",
+        "files of strangers, damaged, for plan, simulate, replay, lora inspect and quantize",
+        "an answer or one error in words, never a traceback",
+        "tests/cli/test_hostile_files.py",
+    ),
+    Line(
+        "T29",
+        "many requests of each kind, and objects counted before and after",
+        "nothing is left that grows with the number of requests",
+        "tests/system/test_leaks.py",
+    ),
 )
 
 LEFT_OUT = {

@@ -42,7 +42,8 @@ class ChatChoice:
     def __init__(self, plan: ChatPlan) -> None:
         self._parser = AnswerParser(plan.form)
         self._thinking = ReasoningTokenCounter(plan.thinking_end)
-        self.custom = CustomCalls(plan.form.offered.custom)
+        names = plan.form.offered.custom
+        self.custom = CustomCalls(names) if names else None
         self._id_chars = plan.form.tools.id_chars if plan.form.tools else 0
         self._ids: dict[str, None] = {}
         self.parts: list[AnswerDelta] = []
@@ -59,6 +60,8 @@ class ChatChoice:
         self._thinking.add(chunk.tokens, self._parser.has_answered)
         if chunk.finish is not None:
             parts += self._parser.finish(_is_cut(chunk.finish))
+        if self.custom is None:
+            return parts
         return self.custom.merged(parts, chunk.finish is not None)
 
     @property
@@ -247,7 +250,7 @@ def _delta(part: AnswerDelta, choice: ChatChoice) -> Json:
         case ToolCallStart(index):
             call = {"index": index, **_call(choice, part, "")}
         case ToolCallArguments(index, text):
-            is_custom = index in choice.custom.indices
+            is_custom = choice.custom is not None and index in choice.custom.indices
             call = {"index": index}
             call |= {CUSTOM: {INPUT: text}} if is_custom else {"function": {"arguments": text}}
     return {"content": None, "reasoning_content": None, "tool_calls": [call]}
@@ -256,7 +259,7 @@ def _delta(part: AnswerDelta, choice: ChatChoice) -> Json:
 def _call(choice: ChatChoice, start: ToolCallStart, text: str) -> Json:
     """A call; `text` is its arguments, or the input of a custom tool."""
     head = {"id": choice.call_id(start.id)}
-    if start.index in choice.custom.indices:
+    if choice.custom is not None and start.index in choice.custom.indices:
         return {**head, "type": CUSTOM, CUSTOM: {"name": start.name, INPUT: text}}
     return {**head, "type": "function", "function": {"name": start.name, "arguments": text}}
 

@@ -108,8 +108,6 @@ class CustomCalls:
         """Calls of custom tools so far."""
 
     def merged(self, parts: Sequence[AnswerDelta], is_last: bool) -> list[AnswerDelta]:
-        if not self._names:
-            return list(parts)
         found: list[AnswerDelta] = []
         for part in parts:
             if isinstance(part, ToolCallArguments) and part.index == self._open:
