@@ -26,7 +26,6 @@ from banyan.config.rules.cache import HOST
 from banyan.config.schema import Config
 from banyan.engine_client.request_log import metrics_observers_of
 from banyan.grammar.base import BACKENDS
-from banyan.kv_transfer.store import STORES
 from banyan.media.preparation import check_media
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE
@@ -102,6 +101,8 @@ def check_names(config: Config) -> None:
     if config.grammar.backend:
         _check("--grammar-backend", config.grammar.backend, (*BACKENDS, NONE))
     if config.cache.store not in ("", HOST):
+        from banyan.kv_transfer.store import STORES  # imports numpy
+
         _check("--hicache-storage-backend", config.cache.store, STORES)
     if config.speculative.algorithm:
         _check("--speculative-algorithm", config.speculative.algorithm, DRAFTERS)

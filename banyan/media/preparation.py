@@ -20,9 +20,15 @@ from banyan.base.errors import ConfigError, RequestError
 from banyan.base.os import num_cores
 from banyan.config.schema import MediaOptions
 from banyan.media.parts import AUDIO, IMAGE, NOUNS, MediaPart
-from banyan.media.processes import DecodedPicture, MediaProcesses, PictureTask, WorkerEnded
+from banyan.media.processes import (
+    DecodedPicture,
+    DecodedSound,
+    MediaProcesses,
+    PictureTask,
+    SoundTask,
+    WorkerEnded,
+)
 from banyan.media.rules import OPTIONS, RULES, Layout, layout_of, with_options
-from banyan.media.sound import DecodedSound, SoundTask
 from banyan.media.sources import SourceLimits, fetch
 from banyan.messages.spans import Content, ContentKind, Span
 from banyan.model_config.media import MediaConfig

@@ -16,7 +16,6 @@ import msgspec
 
 from banyan.base.child_process import WorkerProcess
 from banyan.base.log import logger
-from banyan.media.sound import SoundTask
 
 T = TypeVar("T")
 
@@ -48,6 +47,48 @@ class DecodedPicture(msgspec.Struct, frozen=True):
     height: int = 0
     digest: bytes = b""
     patches: bytes = b""
+    error: str = ""
+
+
+class SoundTask(msgspec.Struct, frozen=True, tag=True):
+    """A file of sound, and what to make of it.
+
+    Attributes:
+        bands, window: mel bands, and frames of a window.
+        is_whole: every window has `window` frames.
+        is_cut: each window becomes a content of its own.
+        max_windows: a longer sound is refused.
+    """
+
+    data: bytes
+    bands: int
+    window: int
+    is_whole: bool = True
+    is_cut: bool = False
+    max_windows: int = 1
+
+
+class SoundPart(msgspec.Struct, frozen=True):
+    """One content: float16 [windows, bands, frames].
+
+    Attributes:
+        start_s, end_s: its place in the file.
+        windows, frames: with sound, or all frames of whole windows.
+    """
+
+    digest: bytes
+    mel: bytes
+    start_s: float
+    end_s: float
+    windows: int
+    frames: int
+
+
+class DecodedSound(msgspec.Struct, frozen=True):
+    """`error` != "": the sound is refused."""
+
+    parts: list[SoundPart] = []
+    seconds: float = 0.0
     error: str = ""
 
 

@@ -11,10 +11,10 @@ import struct
 from functools import cache
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy import fft, lib  # now: a worker opens no files later
 
+from banyan.media.processes import DecodedSound, SoundPart, SoundTask
 from banyan.model_config.media import FRAMES_PER_SECOND, SAMPLE_RATE
 
 try:
@@ -43,48 +43,6 @@ _EXTRA = "other files than WAV need: pip install 'banyan-serve[sound]'"
 
 class BadSound(Exception):
     """The file is no sound that can be read; the text says why."""
-
-
-class SoundTask(msgspec.Struct, frozen=True, tag=True):
-    """A file of sound, and what to make of it.
-
-    Attributes:
-        bands, window: mel bands, and frames of a window.
-        is_whole: every window has `window` frames.
-        is_cut: each window becomes a content of its own.
-        max_windows: a longer sound is refused.
-    """
-
-    data: bytes
-    bands: int
-    window: int
-    is_whole: bool = True
-    is_cut: bool = False
-    max_windows: int = 1
-
-
-class SoundPart(msgspec.Struct, frozen=True):
-    """One content: float16 [windows, bands, frames].
-
-    Attributes:
-        start_s, end_s: its place in the file.
-        windows, frames: with sound, or all frames of whole windows.
-    """
-
-    digest: bytes
-    mel: bytes
-    start_s: float
-    end_s: float
-    windows: int
-    frames: int
-
-
-class DecodedSound(msgspec.Struct, frozen=True):
-    """`error` != "": the sound is refused."""
-
-    parts: list[SoundPart] = []
-    seconds: float = 0.0
-    error: str = ""
 
 
 def decoded_sound(task: SoundTask) -> DecodedSound:

@@ -17,9 +17,9 @@ from PIL import Image
 from banyan.base.child_process import LENGTH
 from banyan.base.memory import give_back, let_go
 from banyan.media.pixels import BadPicture, decode, digest_of, open_picture, patches_of, size_of
-from banyan.media.processes import TASK, DecodedPicture, PictureTask
+from banyan.media.processes import TASK, DecodedPicture, DecodedSound, PictureTask, SoundTask
 from banyan.media.rules import layout_of
-from banyan.media.sound import HOP, BadSound, DecodedSound, SoundTask, decoded_sound
+from banyan.media.sound import HOP, BadSound, decoded_sound
 
 ROOM_BYTES = 256 << 20
 """Memory for a task in addition to the libraries and what its pixels take."""

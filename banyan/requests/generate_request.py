@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.media.given import folded, given_item
 from banyan.media.parts import AUDIO, IMAGE, NOUNS, MediaPart, read_options, source_of
 from banyan.media.preparation import Expanded, MediaService, PreparedItem, expanded
 from banyan.requests import constraint
@@ -303,6 +302,8 @@ def _with_media(
     for prompt, listed in zip(prompts, parts, strict=True):
         own = [next(rest) if isinstance(part, MediaPart) else part for part in listed]
         if any(not isinstance(part, MediaPart) for part in listed):
+            from banyan.media.given import folded  # numpy is imported if a request needs it
+
             prompt = folded(prompt, own)
         whole = expanded(prompt, own, media.placeholders, media.placeholder_texts)
         if len(whole.ids) >= min(limits.context_length, limits.total):
@@ -328,6 +329,8 @@ def _given(
 ) -> MediaPart | PreparedItem:
     """A file (`_part`), or what the client gives in place of a picture (`given_item`)."""
     if isinstance(value, Mapping) and value.get("format") is not None and _MEDIA[name] == IMAGE:
+        from banyan.media.given import given_item
+
         return given_item(value, param, media.model, tenant)
     return _part(value, param, name)
 

@@ -10,7 +10,8 @@ from banyan.base.errors import RequestError
 from banyan.config.schema import MediaOptions
 from banyan.media.parts import MediaPart
 from banyan.media.preparation import MediaService
-from banyan.media.sound import BadSound, SoundTask, decoded_sound, log_mel, resampled
+from banyan.media.processes import SoundTask
+from banyan.media.sound import BadSound, decoded_sound, log_mel, resampled
 from banyan.model_config.media import MediaConfig, SoundConfig, SoundTowerConfig
 from tests.support.pictures import byte_tokenizer
 from tests.support.sound import RATE, rounded_mel, samples, wav, wav_of

@@ -19,7 +19,8 @@ from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.layers.build import Build
 from banyan.llm import Engine
-from banyan.media.sound import SoundTask, decoded_sound
+from banyan.media.processes import SoundTask
+from banyan.media.sound import decoded_sound
 from banyan.messages.events import Failed, Tokens
 from banyan.messages.sampling_params import SamplingParams
 from banyan.messages.spans import Content, ContentKind, Span

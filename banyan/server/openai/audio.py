@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
 from banyan.base.thread_pool import off_loop
-from banyan.media.sound import DecodedSound, SoundPart
+from banyan.media.processes import DecodedSound, SoundPart
 from banyan.messages.spans import Content, ContentKind, Span
 from banyan.model_config.media import SoundConfig
 from banyan.requests.generation import TextChunk, collect, run
