@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import stat
-from contextlib import suppress
 from importlib.metadata import version
 from ipaddress import ip_address
 from typing import BinaryIO
@@ -100,28 +99,6 @@ def read_whole(path: str, most_bytes: int) -> bytes:
     if len(content) > most_bytes:
         raise OSError(f"it has more than {most_bytes:,} bytes")
     return content
-
-
-class WakeEvent:
-    """An eventfd. Any thread and any signal handler may call `wake`."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Polls readable from `wake` until `clear`."""
-        self._is_closed = False
-
-    def wake(self) -> None:
-        if not self._is_closed:  # a signal may arrive while the process ends
-            os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            os.close(self.fd)
 
 
 def is_loopback(host: str) -> bool:

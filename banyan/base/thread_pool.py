@@ -1,10 +1,14 @@
-"""A thread pool for CPU work on long texts, which would block the event loop."""
+"""A thread pool for CPU work on long texts, which would block the event loop, and a way for threads
+to wake a loop.
+"""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from banyan.base.errors import RequestError
@@ -23,6 +27,28 @@ milliseconds."""
 JOB_S = 120.0
 """Longest wait for a thread and its work; twice the time of the longest body on a slow core."""
 _MAX_LOST = 64
+
+
+class WakeEvent:
+    """An eventfd. Any thread and any signal handler may call `wake`."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Polls readable from `wake` until `clear`."""
+        self._is_closed = False
+
+    def wake(self) -> None:
+        if not self._is_closed:  # a signal may arrive while the process ends
+            os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self.fd)
 
 
 class Pool(ThreadPoolExecutor):

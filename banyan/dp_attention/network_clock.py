@@ -11,7 +11,7 @@ from typing import cast
 import zmq
 
 from banyan.base.errors import DeviceError
-from banyan.base.os import WakeEvent
+from banyan.base.thread_pool import WakeEvent
 from banyan.dp_attention.step_clock import StepClock, missing_replicas
 from banyan.engine.multi_node import keys_of
 

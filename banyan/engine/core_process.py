@@ -21,7 +21,7 @@ from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.memory import let_go
-from banyan.base.os import WakeEvent
+from banyan.base.thread_pool import WakeEvent
 from banyan.base.trace import Marks
 from banyan.config.defaults import with_settings
 from banyan.config.observability import KVEvents, kv_events

@@ -18,7 +18,7 @@ from banyan.base.clock import Clock
 from banyan.base.errors import DeviceError
 from banyan.base.ids import StepId
 from banyan.base.log import logger
-from banyan.base.os import WakeEvent
+from banyan.base.thread_pool import WakeEvent
 from banyan.base.trace import Marks
 from banyan.dp_attention.step_clock import StepClock
 from banyan.engine.control import answer

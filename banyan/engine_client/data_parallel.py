@@ -8,6 +8,8 @@ none.
 """
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -27,6 +29,12 @@ log = logger(__name__)
 Route = Callable[[Sequence[int], Sequence[int], int], int]
 """(open requests of each living engine, their tokens, requests sent so far) -> index of the engine
 that takes the next; see scheduler/routing.py."""
+PERIOD_S = 10.0
+"""Between two samples of the load."""
+NUM_SAMPLES = 361
+"""Of an hour."""
+COUNTERS = ("output_tokens", "prompt_tokens", "cached_tokens", "steps")
+"""Counters of Stats in a sample; their sums over all replicas."""
 
 
 class DataParallelClient:
@@ -231,3 +239,47 @@ async def agreed(
     finally:
         if not is_paused:
             await engines.control("resume")
+
+
+class LoadHistory:
+    """Samples of the load of the last hour, one each PERIOD_S, for the console.
+
+    Args:
+        page_size: tokens of a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._samples: deque[dict[str, float]] = deque(maxlen=NUM_SAMPLES)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, replicas: Callable[[], Sequence[Replica]]) -> None:
+        """Take samples on the running event loop, from now on."""
+        self.sample(replicas(), time.time())
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(PERIOD_S, self.start, replicas)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def sample(self, replicas: Sequence[Replica], now_s: float) -> None:
+        ready = [(one.stats, one.ready) for one in replicas if one.alive and one.ready is not None]
+        page = self._page_size
+        sample: dict[str, float] = {
+            "at": round(now_s, 3),
+            "running": sum(stats.running for stats, _ in ready),
+            "waiting": sum(stats.waiting for stats, _ in ready),
+            "used": sum((s.held_pages + s.in_flight_pages) * page for s, _ in ready),
+            "kept": sum(
+                (s.held_pages + s.in_flight_pages + s.cached_pages) * page for s, _ in ready
+            ),
+            "most": sum(facts.max_total_tokens for _, facts in ready),
+        }
+        for name in COUNTERS:
+            sample[name] = sum(getattr(stats, name) for stats, _ in ready)
+        self._samples.append(sample)
+
+    def samples(self) -> list[dict[str, float]]:
+        """From the oldest to the newest: counters as they were, not their growth."""
+        return list(self._samples)

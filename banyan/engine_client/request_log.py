@@ -1,4 +1,5 @@
-"""Logs and records of finished requests: --log-requests, request times, record files, crash dumps.
+"""Logs and records of finished requests: --log-requests, request times, record files, crash dumps,
+and the latest ones in memory for the console.
 
 The levels of --log-requests-level are SGLang's: 0 = lengths and times, 1 = sampling parameters too,
 2 = the beginning of prompt and answer too, 3 = all of them. A crash dump has the requests of the
@@ -9,6 +10,7 @@ import asyncio
 import json
 import os
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +42,8 @@ _BEGINNING_TOKENS = 1024
 _QUICK_TOKENS = 8192
 """A longer prompt is made text in a thread."""
 
+MAX_ENDED = 500
+"""Ended requests that are kept for the console."""
 KEPT_S = 300.0
 """How far back a dump goes."""
 KEPT_TOKENS = 4_000_000
@@ -373,3 +377,32 @@ def record(outcome: RequestOutcome) -> dict[str, object]:
 
 def _size(outcome: RequestOutcome) -> int:
     return len(outcome.request.prompt) + 64
+
+
+class EndedRequests(Ends):
+    """The latest ended requests, with the times of their phases but no text. Implements
+    MetricsObserver.
+    """
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[bytes, dict[str, object]]] = deque(maxlen=MAX_ENDED)
+
+    def ended(self, outcome: RequestOutcome) -> None:
+        request, usage = outcome.request, outcome.usage
+        row: dict[str, object] = {
+            "rid": request.id,
+            "route": request.route,
+            "key": request.key_name,
+            "ended": round(time.time(), 3),
+            "reason": outcome.reason,
+            "prompt_tokens": usage.prompt_tokens if usage else len(request.prompt),
+            "cached_tokens": usage.cached_tokens if usage else 0,
+            "output_tokens": usage.output_tokens if usage else 0,
+            "retractions": usage.retractions if usage else 0,
+            **times(outcome),
+        }
+        self._ended.append((request.message.caller, row))
+
+    def rows(self, caller: bytes | None) -> list[dict[str, object]]:
+        """The requests of a caller, newest first; None = of all."""
+        return [row for owner, row in reversed(self._ended) if caller in (None, owner)]

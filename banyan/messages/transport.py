@@ -25,7 +25,7 @@ import msgspec
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.base.os import WakeEvent
+from banyan.base.thread_pool import WakeEvent
 from banyan.messages.events import Event
 from banyan.messages.frames import (
     MAX_FRAME_BYTES,

@@ -23,9 +23,9 @@ from banyan.chat_template.named_templates import FillIn
 from banyan.chat_template.template import Chat
 from banyan.config.schema import Config
 from banyan.engine_client.client import Replicas
-from banyan.engine_client.history import EndedRequests, LoadHistory
+from banyan.engine_client.data_parallel import LoadHistory
 from banyan.engine_client.metrics_observer import MetricsExporter, MetricsObserver, report_refused
-from banyan.engine_client.request_log import Recent
+from banyan.engine_client.request_log import EndedRequests, Recent
 from banyan.media.preparation import MediaService
 from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 
 from banyan.base.ids import RequestId
-from banyan.engine_client.history import EndedRequests
 from banyan.engine_client.metrics_observer import RequestOutcome
+from banyan.engine_client.request_log import EndedRequests
 from banyan.lora.adapter_files import AdapterPlace
 from banyan.messages.events import LiveRequest, Reply
 from banyan.messages.sampling_params import SamplingParams

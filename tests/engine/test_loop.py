@@ -12,7 +12,7 @@ import pytest
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import DeviceError
-from banyan.base.os import WakeEvent
+from banyan.base.thread_pool import WakeEvent
 from banyan.engine.core import EngineCore
 from banyan.engine.launcher import Threaded
 from banyan.engine.loop import EngineLoop, LoopConfig, LoopParts

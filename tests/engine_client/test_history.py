@@ -7,8 +7,9 @@ from msgspec import structs
 
 from banyan.base.ids import RequestId
 from banyan.engine_client.client import Replica
-from banyan.engine_client.history import MAX_ENDED, NUM_SAMPLES, EndedRequests, LoadHistory
+from banyan.engine_client.data_parallel import NUM_SAMPLES, LoadHistory
 from banyan.engine_client.metrics_observer import RequestOutcome
+from banyan.engine_client.request_log import MAX_ENDED, EndedRequests
 from banyan.messages.events import Ready, Stats
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.generation import Usage

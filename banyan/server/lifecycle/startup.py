@@ -26,7 +26,7 @@ from banyan.config.delete_checkpoint import delete_weight_files
 from banyan.config.hooks import read_prompt
 from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.engine_client.client import Replicas
-from banyan.engine_client.history import LoadHistory
+from banyan.engine_client.data_parallel import LoadHistory
 from banyan.engine_client.metrics_observer import MetricsObserver
 from banyan.engine_client.request_log import WITH_BEGINNINGS, Recent, metrics_observers_of
 from banyan.engine_client.text_generator import open_generator
