@@ -88,6 +88,7 @@ class DeviceKit:
             groups=(FULL, WINDOW),
             multi_steps=False,
             vectors=False,
+            features=False,
         )
         world = random_world(random, abilities, SCALE)
         limits = msgspec.structs.replace(world.core.limits, max_request_tokens=LONGEST)

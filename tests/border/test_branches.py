@@ -19,7 +19,7 @@ from tests.border.real_kit import RealKit
 pytestmark = pytest.mark.usefixtures("one_thread")
 KIT = RealKit(branches=5)
 WORLDS, ACTIONS = range(1, 5), 150
-TELLING = (1, 3, 4, 18)
+TELLING = (1, 15, 35)
 """Worlds in which most of what goes wrong shows, penalties among them."""
 Change = Callable[..., object]
 

@@ -94,6 +94,7 @@ class JoinedKit:
             drafts=True,
             multi_steps=False,
             vectors=False,
+            features=False,
             tiers=("device",),
         )
         world = random_world(random, abilities)

@@ -107,7 +107,7 @@ def test_an_engine_without_retraction_is_noticed() -> None:
 
 
 def test_a_state_restored_from_the_wrong_prefix_is_noticed() -> None:
-    restore = StateCheckpoints.restore
+    restore = StateCheckpoints._restore
 
     def wrong(self: StateCheckpoints, node, group, live, row, step):
         copy = restore(self, node, group, live, row, step)
@@ -116,7 +116,7 @@ def test_a_state_restored_from_the_wrong_prefix_is_noticed() -> None:
             return msgspec.structs.replace(copy, src=device_page(parent.pages[group][0]))
         return copy
 
-    found = verdict(lambda patch: patch.setattr(StateCheckpoints, "restore", wrong))
+    found = verdict(lambda patch: patch.setattr(StateCheckpoints, "_restore", wrong))
     assert "state" in found and "foreign" in found
 
 

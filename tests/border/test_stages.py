@@ -14,7 +14,7 @@ import pytest
 from banyan.kv_cache.sizing import FULL, WINDOW
 from banyan.messages.requests import Generate
 from banyan.parallel.groups import ALONE
-from banyan.runner.runner import ModelRunner
+from banyan.runner.forward import EagerForward
 from banyan.scheduler.request_table import Slots
 from tests.border.build import World, random_world
 from tests.border.driver import Play, play, random_actions, smallest
@@ -59,6 +59,7 @@ class StagedKit:
             multi_steps=False,
             peers=False,
             vectors=False,
+            features=False,
             tiers=("device",),
         )
         world = random_world(random, abilities)
@@ -138,7 +139,7 @@ def _leaves_slots_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _samples_where_it_ran_last(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ModelRunner, "select", lambda self, begun: None)
+    patch.setattr(EagerForward, "select", lambda self, batch: None)
 
 
 @pytest.mark.parametrize("defect", [_leaves_slots_at_once, _samples_where_it_ran_last])
