@@ -2,9 +2,8 @@
 memory of quantised weights is estimated by restoring one weight of each kind with its method."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import log_always, logger, printable, start_logging
@@ -15,20 +14,12 @@ from banyan.config.env import Environment, read_environment
 from banyan.config.prepare import prepare
 from banyan.config.schema import Config
 from banyan.engine.core_spec import memory_of_adapters
-from banyan.families.nested import NESTED
-from banyan.formats.gguf import KEPT_BYTES, kept_bytes, kept_size
-from banyan.formats.mapped import TensorInfo
-from banyan.formats.safetensors import SafetensorsFile
-from banyan.formats.shards import files_of_weights, size_of_weights
+from banyan.formats.gguf import kept_size
+from banyan.formats.shards import size_of_weights
 from banyan.hub.sources import fetch, kind_of
 from banyan.kv_cache.sizing import MIB, MemoryPlan, plan_memory
 from banyan.lora.adapter_files import named_adapters, read_adapter
 from banyan.model_config.model_config import ModelConfig
-from banyan.models.weights.names import split_numbers
-from banyan.models.weights.quant import open_method
-from banyan.models.weights.quant.base import CACHE_SCALES, QuantMethod, Stored
-from banyan.models.weights.reader import as_stored, as_tensor
-from banyan.ops.stored import E4M3, STORAGE_TYPES
 from banyan.platform import open_platform
 from banyan.sim.layout import ParallelLayout, Weights, cache_groups, weights_per_device
 from banyan.sim.study import weight_bytes_of
@@ -191,7 +182,7 @@ def _weight_bytes(
 
 def _of_quantised(config: Config, model_config: ModelConfig, is_host: bool) -> int:
     """Bytes of a quantised folder's weights: the format decides which stay quantised."""
-    from banyan.cli.plan import kept_size_of_folder
+    from banyan.models.weights.quant.sizes import kept_size_of_folder  # imports torch
 
     # The kernels that multiply with them, and those that round, compute in fp32.
     has_kernels = is_host and config.model.activation_dtype == "float32"
@@ -333,78 +324,3 @@ def _activations(config: Config, model_config: ModelConfig) -> int:
     )
     logits = config.schedule.running_cap * model_config.vocab_size * 4
     return chunk * width * _NUMBER_BYTES[config.model.activation_dtype] + logits
-
-
-_Where = Mapping[str, tuple[Path, TensorInfo]]
-_Kind = tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]]
-"""A kind of quantised weight: name without numbers, and type and shape of each of its tensors."""
-
-
-def kept_size_of_folder(model_config: ModelConfig, keeps_fp8: bool, rounded_to: str = "") -> int:
-    """Bytes of all weights in memory.
-
-    Args:
-        keeps_fp8: the device multiplies with floats of 8 bits.
-        rounded_to: storage type that floats of quantised weights are rounded to, "" = none.
-
-    Raises:
-        ModelError: files are missing or damaged, or a weight is not what the form says.
-    """
-    assert model_config.quant is not None
-    method = open_method(model_config.quant, model_config.path)
-    where = _found(model_config.path)
-    stems: dict[str, dict[str, str]] = {}
-    size = 0
-    nested = NESTED.get(model_config.outer)
-    for name, (_, tensor) in where.items():
-        if nested is not None and nested.text_name(name) is None:
-            continue
-        if name.rpartition(".")[2] in CACHE_SCALES:
-            continue
-        place = method.part_of(name, tensor.type)
-        if place is None:
-            size += tensor.size_bytes
-        else:
-            stems.setdefault(place[0], {})[place[1]] = name
-    known: dict[_Kind, int] = {}
-    floats = rounded_to or (E4M3 if keeps_fp8 else "")
-    for stem, parts in stems.items():
-        found = [(last, where[name][1]) for last, name in sorted(parts.items())]
-        kind = split_numbers(stem)[0], tuple((last, t.type, t.shape) for last, t in found)
-        if kind not in known:
-            known[kind] = _kept(method, stem, parts, where, floats)
-        size += known[kind]
-    return size
-
-
-def _found(path: str) -> _Where:
-    found: dict[str, tuple[Path, TensorInfo]] = {}
-    for file in files_of_weights(path):
-        with SafetensorsFile.open(str(file)) as opened:
-            found |= {name: (file, tensor) for name, tensor in opened.tensors.items()}
-    return found
-
-
-def _kept(
-    method: QuantMethod, stem: str, parts: Mapping[str, str], where: _Where, floats: str
-) -> int:
-    """Bytes of one weight, restored as it is when it is loaded.
-
-    Args:
-        floats: storage type that floats are rounded to; E4M3 = 8-bit floats stay as they are, "" =
-            8-bit floats become bf16.
-    """
-    read: dict[str, Stored] = {}
-    for last, name in parts.items():
-        file, tensor = where[name]
-        with SafetensorsFile.open(str(file)) as opened:
-            raw = as_tensor(opened.bytes_of(name)).clone()
-            read[last] = as_stored(name, tensor.type, tensor.shape, raw)
-    restored = method.restore(stem, read)
-    bias = restored.bias.raw.numel() if restored.bias is not None else 0
-    weight, type = restored.weight, restored.weight.type
-    if type == E4M3 and not floats:
-        return bias + 2 * math.prod(weight.shape)
-    if floats != E4M3 and (STORAGE_TYPES[type].is_float or type == E4M3):
-        type = floats or type
-    return bias + (kept_bytes(type, weight.shape) if type in KEPT_BYTES else weight.raw.numel())

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.cli.plan import kept_size_of_folder
 from banyan.formats.gguf import kept_bytes
 from banyan.layers.build import Build
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.quantization import SPELLINGS
 from banyan.models.weights import quant
 from banyan.models.weights.loader import load_model
+from banyan.models.weights.quant.sizes import kept_size_of_folder
 from banyan.ops.bind import bind
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import rewrite_config, tiny

@@ -40,7 +40,7 @@ from banyan.models.weights.checkpoint_layouts import (
     with_rows_by_part,
     with_whole_expansions,
 )
-from banyan.models.weights.names import WeightPlace, by_expert, is_ignored, place_of
+from banyan.models.weights.names import WeightPlace, is_ignored, place_of
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.quant.fp8 import with_plain_floats
@@ -356,7 +356,7 @@ class Filling:
             place = self._place_of(name)
             if place is not None and place.module == "head" and self._is_needless_head():
                 continue
-            for part, mine in by_expert(place, tensor):
+            for part, mine in _by_expert(place, tensor):
                 self._offer(name, part, mine)
         self._settle()
 
@@ -564,3 +564,20 @@ def _weight(name: str, tensor: Stored) -> StoredWeight:
             "quantization_config, or that does not describe this tensor",
         )
     return tensor
+
+
+def _by_expert(
+    place: WeightPlace | None, tensor: Stored
+) -> Iterator[tuple[WeightPlace | None, Stored]]:
+    """The places of a tensor that stacks experts ("*" in a part), each with its slice; other
+    tensors are yielded unchanged."""
+    is_stacked = place is not None and any("*" in part for part in place.parts)
+    if place is None or not is_stacked or isinstance(tensor, RawTensor) or len(tensor.shape) < 2:
+        yield place, tensor
+        return
+    for expert in range(tensor.shape[0]):
+        parts, paired = (
+            tuple(part.replace("*", str(expert)) for part in named)
+            for named in (place.parts, place.paired)
+        )
+        yield replace(place, parts=parts, paired=paired), tensor.at(expert)

@@ -1,12 +1,9 @@
 """Maps checkpoint tensor names to the slots of a model's layers."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from banyan.families.names import NameMap
-from banyan.models.weights.quant.base import Stored
-from banyan.ops.stored import RawTensor
 
 
 @dataclass(frozen=True)
@@ -43,23 +40,6 @@ def place_of(name: str, names: NameMap) -> WeightPlace | None:
     parts = listed.split("+")
     turned = tuple(part for part, is_paired in zip(parts, paired, strict=True) if is_paired)
     return WeightPlace(module, slot, tuple(parts), turned)
-
-
-def by_expert(
-    place: WeightPlace | None, tensor: Stored
-) -> Iterator[tuple[WeightPlace | None, Stored]]:
-    """The places of a tensor that stacks experts ("*" in a part), each with its slice; other
-    tensors are yielded unchanged."""
-    is_stacked = place is not None and any("*" in part for part in place.parts)
-    if place is None or not is_stacked or isinstance(tensor, RawTensor) or len(tensor.shape) < 2:
-        yield place, tensor
-        return
-    for expert in range(tensor.shape[0]):
-        parts, paired = (
-            tuple(part.replace("*", str(expert)) for part in named)
-            for named in (place.parts, place.paired)
-        )
-        yield replace(place, parts=parts, paired=paired), tensor.at(expert)
 
 
 def is_ignored(name: str, names: NameMap, num_layers: int) -> bool:
