@@ -176,7 +176,7 @@ async def _read_answer(reader: asyncio.StreamReader, answer: _Answer, refuse: _R
         data = await reader.read(_CHUNK)
         num_bytes += len(data)
         if not answer.body and num_bytes > _MAX_HEAD + _CHUNK:
-            raise refuse("it answers without a body")
+            raise refuse(f"its headers have more than {_MAX_HEAD:,} bytes")
         try:
             parser.feed_data(data)
         except httptools.HttpParserError as error:
