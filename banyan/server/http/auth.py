@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import cast
 
 from banyan.base.clock import Clock, WallClock
@@ -265,6 +266,10 @@ class Verdict:
     """The caller may abort the requests of others."""
 
 
+_is_loopback = lru_cache(256)(is_loopback)
+"""Remembers the addresses and names of the latest requests."""
+
+
 class Guard:
     """Decides by route guard, key and peer.
 
@@ -346,8 +351,8 @@ class Guard:
         if guard == OPEN:
             return Verdict(200)
         if not self._keys.are_required and not self._admin:
-            is_near = self._is_local or is_loopback(peer)
-            is_admin = is_near and (not host or is_loopback(_bare(host))) and not page
+            is_near = self._is_local or _is_loopback(peer)
+            is_admin = is_near and (not host or _is_loopback(_bare(host))) and not page
             if guard == ADMIN and not is_admin:
                 return Verdict(403, "admin routes need a key here: start with --admin-api-key")
             return Verdict(200, is_admin=is_admin)
