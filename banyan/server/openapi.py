@@ -165,8 +165,7 @@ CONSTRAINT_TYPES: Mapping[str, object] = {
 NATIVE_TYPES: Mapping[str, object] = {
     "text": _TEXTS,
     "input_ids": list[int | list[int]] | None,
-    **dict.fromkeys(("input_embeds", "image_data"), object),
-    **dict.fromkeys(("input_embeds", "audio_data"), object),
+    **dict.fromkeys(("input_embeds", "image_data", "audio_data"), object),
     "sampling_params": object,
     **dict.fromkeys(("rid", "extra_key", "cache_salt"), _TEXTS),
     **dict.fromkeys(("stream", "return_text_in_logprobs", "return_prompt_token_ids"), bool | None),
