@@ -21,6 +21,7 @@ from banyan.cli.main import VERBS
 from banyan.cli.plan import PlanOptions
 from banyan.cli.quantize import QuantizeOptions
 from banyan.cli.router import LB
+from banyan.cli.serve import several_models
 from banyan.cli.simulate import SimulateOptions
 from banyan.cli.verify import VerifyOptions
 from banyan.config.cli import parse
@@ -53,10 +54,11 @@ CASES = [
 
 
 def served(words: Sequence[str]) -> None:
-    parse(
-        [word for word in words if word not in ("…", "[flags", "of", "banyan", "serve]")],
-        ENVIRONMENT,
-    )
+    given = [word for word in words if word not in ("…", "[flags", "of", "banyan", "serve]")]
+    if several := several_models(given):
+        read_flags(several, ENVIRONMENT.flags, lambda flags: parse(flags, ENVIRONMENT))
+    else:
+        parse(given, ENVIRONMENT)
 
 
 def split(kind: type, words: Sequence[str]) -> list[str]:
@@ -142,7 +144,13 @@ def check_make(words: list[str]) -> None:
 def check_curl(words: list[str]) -> None:
     url = next(w for w in words if re.match(r"(https?://)?[\w.]*:\d+/|/", w))
     path = "/" + re.sub(r"^(https?://)?[^/]*/", "", url)
-    method = words[words.index("-X") + 1] if "-X" in words else "POST" if "-d" in words else "GET"
+    method = (
+        words[words.index("-X") + 1]
+        if "-X" in words
+        else "POST"
+        if {"-d", "-F"} & {*words}
+        else "GET"
+    )
     table = router_routes() if url.startswith(":8080") else server_routes()
     paths = {p: m for route in table for p, m in route.places().items()}
     fitting = [m for p, m in paths.items() if re.fullmatch(pattern_of(p), path)]
