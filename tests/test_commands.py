@@ -144,13 +144,8 @@ def check_make(words: list[str]) -> None:
 def check_curl(words: list[str]) -> None:
     url = next(w for w in words if re.match(r"(https?://)?[\w.]*:\d+/|/", w))
     path = "/" + re.sub(r"^(https?://)?[^/]*/", "", url)
-    method = (
-        words[words.index("-X") + 1]
-        if "-X" in words
-        else "POST"
-        if {"-d", "-F"} & {*words}
-        else "GET"
-    )
+    named_method = words[words.index("-X") + 1] if "-X" in words else ""
+    method = named_method or ("POST" if {"-d", "-F"} & {*words} else "GET")
     table = router_routes() if url.startswith(":8080") else server_routes()
     paths = {p: m for route in table for p, m in route.places().items()}
     fitting = [m for p, m in paths.items() if re.fullmatch(pattern_of(p), path)]
