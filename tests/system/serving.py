@@ -24,6 +24,14 @@ POLL_S = 0.02
 TAIL_LINES = 60
 
 
+def runs(process: psutil.Process | int, module: str) -> bool:
+    """Whether a process runs `python -m module`; one that has ended does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one of these
+        one = psutil.Process(process) if isinstance(process, int) else process
+        return module in one.cmdline()
+    return False
+
+
 class Server:
     """One `python -m banyan.launch_server` with everything it has started."""
 
@@ -48,12 +56,8 @@ class Server:
 
     def children_of(self, module: str, is_deep: bool = True) -> list[int]:
         """The live children, and theirs, that run this module."""
-        found = []
-        for child in psutil.Process(self.pid).children(recursive=is_deep):
-            with contextlib.suppress(psutil.NoSuchProcess):  # or only its entry is left
-                if module in child.cmdline():
-                    found.append(child.pid)
-        return found
+        children = psutil.Process(self.pid).children(recursive=is_deep)
+        return [child.pid for child in children if runs(child, module)]
 
     def engine_pid(self) -> int:
         """The one child that is an engine."""

@@ -17,6 +17,7 @@ from tests.system.serving import (
     CALL_S,
     Server,
     free_port,
+    runs,
     serving,
     settled,
     status_of,
@@ -46,9 +47,7 @@ def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
         node(tmp_path, 0, port, tiny_model, *flags) as first,
     ):
         wait_ready(first)
-        ranks = [
-            p for p in other.members() if "banyan.server.processes" in psutil.Process(p).cmdline()
-        ]
+        ranks = [p for p in other.members() if runs(p, "banyan.server.processes")]
         assert len(first.rank_pids()) == 0 and len(ranks) == 1
         assert outputs(first) == expected and with_adapters(first) == adapted
         weights = {"model_path": str(write_tiny_model(tmp_path / "new", seed=1))}
@@ -74,11 +73,7 @@ def test_a_lost_rank_of_another_node_ends_the_replica_and_is_named(number, tiny_
     ):
         wait_ready(first)
         if number == signal.SIGKILL:
-            (rank,) = [
-                p
-                for p in other.members()
-                if "banyan.server.processes" in psutil.Process(p).cmdline()
-            ]
+            (rank,) = [p for p in other.members() if runs(p, "banyan.server.processes")]
             os.kill(rank, number)
             assert first.exit_code(60) != 0
             assert "node 1: rank1" in first.tail() and "SIGKILL" in first.tail()
@@ -89,7 +84,7 @@ def test_a_lost_rank_of_another_node_ends_the_replica_and_is_named(number, tiny_
 
 
 def ranks_at(other: Server) -> list[int]:
-    return [p for p in other.members() if "banyan.server.processes" in psutil.Process(p).cmdline()]
+    return [p for p in other.members() if runs(p, "banyan.server.processes")]
 
 
 @pytest.mark.parametrize("who", [pytest.param("engine", marks=OUTER), "rank"])

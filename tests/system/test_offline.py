@@ -9,7 +9,7 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.system.serving import open_files, wait_until
+from tests.system.serving import open_files, runs, wait_until
 
 PARAMS = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
@@ -95,7 +95,7 @@ def test_an_engine_in_this_process_answers_the_same_and_starts_no_process(tiny_m
     expected = engine.generate(prompt="The banyan grows", sampling_params=PARAMS)["output_ids"]
     children = psutil.Process().children(recursive=True)
     with start(tiny_model, engine_mode="inprocess") as inside:
-        assert psutil.Process().children(recursive=True) == children
+        assert set(psutil.Process().children(recursive=True)) <= set(children)
         answer = inside.generate(prompt="The banyan grows", sampling_params=PARAMS)
     assert answer["output_ids"] == expected
 
@@ -113,7 +113,7 @@ def test_shutdown_leaves_no_process_thread_or_descriptor(tiny_model, mode):
 
     def is_clean() -> bool:
         return (
-            {p.pid for p in psutil.Process().children(recursive=True)} == processes
+            {p.pid for p in psutil.Process().children(recursive=True)} <= processes
             and set(threading.enumerate()) <= threads
             and open_files(psutil.Process().pid) <= files
         )
@@ -125,7 +125,7 @@ def test_a_model_that_cannot_be_loaded_raises_and_leaves_no_process(tmp_path):
     before = psutil.Process().children(recursive=True)
     with pytest.raises(BanyanError, match="nothing-here"):
         Engine(model_path=str(tmp_path / "nothing-here"), offline=True)
-    assert psutil.Process().children(recursive=True) == before
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
 
 
 def stats(engine: Engine) -> dict:
@@ -142,7 +142,7 @@ def test_a_killed_engine_is_an_error_that_says_what_to_do(tiny_model):
         next(iter(stream))
         children = psutil.Process().children()
         (mine, *_) = sorted(
-            (c for c in children if "banyan.server.processes" in c.cmdline()),
+            (c for c in children if runs(c, "banyan.server.processes")),
             key=lambda c: -c.create_time(),
         )
         mine.kill()

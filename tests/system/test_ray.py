@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.nodes import FEW, outputs
-from tests.system.serving import free_port, launch, serving, status_of, wait_until
+from tests.system.serving import free_port, launch, runs, serving, status_of, wait_until
 
 pytestmark = pytest.mark.skipif(os.environ.get("RAY") != "1", reason="RAY is not 1")
 NOTICED_S = 5.0
@@ -41,10 +41,7 @@ def ranks_under(pid: int) -> list[psutil.Process]:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    try:
-        return "banyan.server.processes" in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
+    return runs(process, "banyan.server.processes")
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from tests.system.serving import (
     free_port,
     launch,
     open_files,
+    runs,
     status_of,
     wait_ready,
     wait_until,
@@ -102,10 +103,7 @@ def _is_gone(pid: int) -> bool:
 
 def _is_ours(pid: int) -> bool:
     """Whether it is an engine or a rank."""
-    try:
-        return "banyan.server.processes" in psutil.Process(pid).cmdline()
-    except psutil.NoSuchProcess:
-        return False
+    return runs(pid, "banyan.server.processes")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 from banyan.tokenizer.load import load_tokenizer
 from tests.system.conftest import with_tiny_model
-from tests.system.serving import CALL_S, Server, serving, wait_until
+from tests.system.serving import CALL_S, Server, runs, serving, wait_until
 from tests.system.watch import watched
 
 WORKER = "banyan.tokenizer.encode_worker"
@@ -26,7 +26,7 @@ def tokenizing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def workers(server: Server) -> list[psutil.Process]:
-    return [c for c in psutil.Process(server.pid).children() if WORKER in c.cmdline()]
+    return [c for c in psutil.Process(server.pid).children() if runs(c, WORKER)]
 
 
 def cpu_s(*processes: psutil.Process) -> float:
