@@ -1,7 +1,7 @@
 """Files of sound → samples → mel spectrograms. Only worker processes (worker.py) decode.
 
 WAV files are read here, others by the package soundfile if it is installed. The spectrograms equal
-those of transformers' WhisperFeatureExtractor up to rounding to float16.
+what transformers' WhisperFeatureExtractor makes, up to rounding to float16.
 """
 
 import hashlib

@@ -55,6 +55,8 @@ _TARGET = re.compile(rb"[\x21-\x7e]+")
 _BODILESS = (204, 304)
 _FORM_MODEL = re.compile(rb'name="?model"?\r\n(?:[^\r\n]{1,200}\r\n){0,4}\r\n([^\r\n]{1,200})\r\n')
 _DURATION = re.compile(r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)")
+_FORM_BYTES = 64 << 10
+"""Bytes at each end of a form in which its model is looked for."""
 _LONGEST_S = 1e9
 _HOP_BY_HOP = (
     b"connection",
@@ -389,7 +391,8 @@ async def model_of(exchange: HttpExchange) -> tuple[str, float | None]:
     if not raw:
         return "", None
     if exchange.request.header(b"content-type").startswith("multipart/"):
-        found = _FORM_MODEL.search(raw)
+        ends = raw[:_FORM_BYTES], raw[-_FORM_BYTES:]  # the file may come first or last
+        found = next((match for part in ends if (match := _FORM_MODEL.search(part))), None)
         return (found[1].decode("utf-8", "replace") if found else ""), None
     fields = await off_loop(len(raw), lambda: json_object(raw))
     name = fields.get("model") or fields.get("name") or ""
@@ -399,7 +402,7 @@ async def model_of(exchange: HttpExchange) -> tuple[str, float | None]:
 def _seconds(said: object) -> float | None:
     """Seconds of a `keep_alive`: a number, or a number with a unit; None if it is neither."""
     if isinstance(said, (int, float)) and not isinstance(said, bool):
-        return max(-1.0, min(float(said), _LONGEST_S))
+        return float(max(-1, min(said, _LONGEST_S)))
     found = _DURATION.fullmatch(said) if isinstance(said, str) else None
     if found is None:
         return None

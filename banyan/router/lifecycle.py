@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import uvloop
 
-from banyan.base.errors import DeviceError, RequestError
-from banyan.base.log import logger
+from banyan.base.errors import ConfigError, DeviceError, RequestError
+from banyan.base.log import logger, printable
 from banyan.base.thread_pool import use_threads
 from banyan.router.config import RouterConfig
 from banyan.router.health import HealthMonitor
@@ -76,8 +76,7 @@ class RouterServer:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._signalled, number)
         web = asyncio.create_task(self._web.serve([self._listener]))
-        watch = asyncio.create_task(HealthMonitor(self._config, self.state.pool).run())
-        models = None if self.state.models is None else asyncio.create_task(self.state.models.run())
+        watch = asyncio.create_task(self._watch())
         try:
             return await self._serve(watch)
         finally:
@@ -86,9 +85,13 @@ class RouterServer:
             self._web.should_exit = True
             self._web.force_exit = self._now.is_set()
             await asyncio.gather(web, watch, return_exceptions=True)
-            if models is not None:
-                models.cancel()
-                await asyncio.gather(models, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Check the workers, and unload models; an error in either ends the router."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(HealthMonitor(self._config, self.state.pool).run())
+            if self.state.models is not None:
+                group.create_task(self.state.models.run())
 
     async def _serve(self, watch: asyncio.Task[None]) -> int:
         ready = asyncio.create_task(self._wait_until_ready())
@@ -133,7 +136,13 @@ class RouterServer:
     async def _load_first(self, models: ModelServers, address: str) -> bool:
         """Load the first model that is named, so that an error in the flags ends the start."""
         rule = self._config.models
-        first = await models.find(rule.default) if models.all or rule.names else None
+        await models.refresh()
+        if rule.default and not models.has(rule.default):
+            raise ConfigError(
+                f"--default-model {printable(rule.default, 80)} is none of the models",
+                hint="name one that GET /v1/models lists",
+            )
+        first = await models.find(rule.default) if models.all else None
         names = ", ".join(model.name for model in models.all)
         log.info("serving %d models on %s: %s", len(models.all), address, names or "none yet")
         if first is not None and (rule.default or rule.names):

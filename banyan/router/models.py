@@ -166,7 +166,7 @@ class ModelServers:
         """Look which models there are. A loaded one stays until it is unloaded."""
         try:
             found = {source.name: source for source in await asyncio.to_thread(self.host.find)}
-        except BanyanError as error:
+        except (BanyanError, OSError) as error:
             log.warning("the list of models stays as it was: %s", error)
             return
         for name, source in found.items():
@@ -194,10 +194,14 @@ class ModelServers:
             await self.refresh_sometimes()
             found = self._look(name)
         if found is None and (not name or self._rule.default):
-            found = self._look(self._rule.default) or next(iter(self._models.values()), None)
+            default = self._rule.default
+            found = self._look(default) if default else next(iter(self._models.values()), None)
         if found is None:
             raise model_not_found(name, list(self._models))
         return found
+
+    def has(self, name: str) -> bool:
+        return self._look(name) is not None
 
     def is_name_of(self, model: ModelServer, name: str) -> bool:
         """Whether `name` names this model, not as the default one."""
@@ -290,6 +294,8 @@ class ModelServers:
         while True:
             loaded = [m for m in self._loaded if m is not model]
             if not loaded or self._fits(model, loaded):
+                if self._bound and model.size_bytes > self._bound:
+                    log.warning("model=%s alone is larger than --models-memory", model.name)
                 return
             await self._unload(min(loaded, key=lambda m: (m.open > 0, m.used_s)))
 

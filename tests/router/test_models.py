@@ -226,6 +226,29 @@ async def test_a_form_names_its_model() -> None:
         assert machine.started == ["b"]
 
 
+async def test_a_large_form_names_its_model_at_either_end() -> None:
+    machine = Machine(a=0, b=0)
+
+    async def say(request: Request, reader: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(b'{"data": [{"id": "b"}]}' if request.method == "GET" else b"{}"))
+
+    async with serving(machine) as it:
+        machine.workers["b"].say = say
+        file = ("a.wav", b'name="model"\r\n' * 200_000)
+        for form in ({"model": (None, "b"), "file": file}, {"file": file, "model": (None, "b")}):
+            await it.http.post("/v1/audio/transcriptions", files=form)
+        assert machine.started == ["b"]
+
+
+@pytest.mark.parametrize(
+    "said", [1 << 31, 1 << 53, 1 << 63, (1 << 64) - 1, 1e308, -1e308, "9" * 40]
+)
+async def test_a_keep_alive_of_any_size_is_taken(said: object) -> None:
+    machine = Machine(a=0)
+    async with serving(machine) as it:
+        assert (await ask(it.http, "a", keep_alive=said)).json() == {"by": "a"}
+
+
 async def test_a_failed_start_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(a=0, b=0)
     machine.broken = {"a"}

@@ -1,4 +1,4 @@
-"""SoundTower: the encoder of a model that hears, from mel spectrograms to feature rows.
+"""SoundTower: the encoder of a model that takes sound, from mel spectrograms to feature rows.
 
 Whisper's encoder (arXiv 2212.04356), which Qwen2-Audio (arXiv 2407.10759) and Voxtral
 (arXiv 2507.13264) have too: two convolutions, learned positions, transformer blocks. It is walked

@@ -273,7 +273,7 @@ BN_EXPORT int64_t bn_attention_plan_bytes(int64_t max_tokens, int64_t kv_heads, 
 }
 
 // Plan each run of this program for its attention layers of one geometry, in the given memory.
-// rounds: 1 for layers that are told so. paths: [max_tokens, path_stride], or null. ends: [max_tokens],
+// rounds: 1 for layers that round. paths: [max_tokens, path_stride], or null. ends: [max_tokens],
 // the position after the last that a token sees, 0 where that is its own; or null.
 BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
                                  const int32_t* page_tables, int64_t table_stride,
