@@ -30,7 +30,7 @@ from banyan.scheduler.routing import BLOCK_BYTES, MAX_BLOCKS
 from banyan.server.errors import unavailable
 from banyan.server.http.auth import TENANT
 from banyan.server.http.exchange import OF_LOAD, HttpExchange
-from banyan.server.http.limits import DEADLINE, MAX_CONTAINERS, MAX_VALUES, json_object
+from banyan.server.http.limits import DEADLINE, MAX_CONTAINERS, MAX_VALUES
 
 log = logger(__name__)
 
@@ -215,7 +215,9 @@ class ForwardedRequest:
 
     async def _answer(self, model: str) -> None:
         exchange, pool = self._exchange, self._state.pool
-        is_read = pool.reads_prompts and bool(exchange.request.body)
+        # A model that this router started has one worker, so there is nothing to choose.
+        is_choice = pool.reads_prompts and self._model is None
+        is_read = is_choice and bool(exchange.request.body)
         prompt = await prompt_of(exchange.request.body) if is_read else b""
         tokenizer_worker = pool.tokenizer_worker if is_read else None
         tokens: Sequence[int] = ()
@@ -394,7 +396,7 @@ async def model_of(exchange: HttpExchange) -> tuple[str, float | None]:
         ends = raw[:_FORM_BYTES], raw[-_FORM_BYTES:]  # the file may come first or last
         found = next((match for part in ends if (match := _FORM_MODEL.search(part))), None)
         return (found[1].decode("utf-8", "replace") if found else ""), None
-    fields = await off_loop(len(raw), lambda: json_object(raw))
+    fields = await exchange.request.peek()
     name = fields.get("model") or fields.get("name") or ""
     return name if isinstance(name, str) else "", _seconds(fields.get("keep_alive"))
 

@@ -113,6 +113,13 @@ class HttpRequest:
         self.drop_body()
         return found
 
+    async def peek(self) -> Json:
+        """The body as a JSON object; RequestError 400 otherwise. The body stays in memory."""
+        body = self.body
+        if len(body) > QUICK_BYTES and self.large is not None:
+            return await self._parsed_in_turn(body, self.large)
+        return await off_loop(len(body), lambda: json_object(body, self.media))
+
     async def _parsed_in_turn(self, body: bytes, large: Turns) -> Json:
         """Parse next to the event loop only: each thread that parses makes it wait longer."""
         caller = CALLER.get()
