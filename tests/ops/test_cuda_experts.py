@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from banyan.ops import reference
-from banyan.ops.cuda import triton_experts
+from banyan.models.weights.quant.fp4 import from_mxfp4
+from banyan.models.weights.quant.fp8 import Fp8
+from banyan.ops import blocks, reference, rounding
+from banyan.ops.cuda import expert_weights, triton_experts
 from banyan.ops.experts_api import Clamp, StoredExperts
-from banyan.ops.stored import StoredWeight
+from banyan.ops.stored import E4M3, NVFP4, StoredWeight
 from tests.ops.triton_device import ABSENCE, DEVICE, TYPES, close, random
 
 if ABSENCE:
@@ -170,3 +172,175 @@ def test_adapters_are_refused_by_name():
     x, (ids, weights) = random(3, 32), routed(3, 4, 2)
     with pytest.raises(NotImplementedError, match="adapters"):
         packed(x, ids, weights, object())
+
+
+def in_bytes(count: int, high: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, high, (count,), generator=generator, dtype=torch.uint8)
+
+
+def e4m3_of(values: torch.Tensor, block: tuple[int, int] | None) -> StoredWeight:
+    """block: of a scale; None = one for all."""
+    if block is None:
+        scale = values.abs().max().view(1) / 448
+        return Fp8(None).of_numbers((values / scale).to(torch.float8_e4m3fn), scale).weight
+    tall, wide = block
+    rows, inputs = values.shape
+    largest = values.reshape(-1, tall, inputs // wide, wide).abs().amax((1, 3))
+    scale = largest / 448
+    spread = scale.repeat_interleave(tall, 0).repeat_interleave(wide, 1)
+    return Fp8(block).of_numbers((values / spread).to(torch.float8_e4m3fn), scale).weight
+
+
+def four_bit_floats_of(type: str, values: torch.Tensor, seed: int) -> StoredWeight:
+    """Random numbers of about this size."""
+    outputs, inputs = values.shape
+    octets = in_bytes(values.numel() // 2, 256, seed)
+    if type == "MXFP4":
+        exponents = in_bytes(values.numel() // 32, 3, seed).view(outputs, -1) + 119
+        return from_mxfp4(octets.view(outputs, -1), exponents).weight
+    codes = torch.stack([octets & 15, octets >> 4], 1).view(-1, 16)
+    scale = (in_bytes(len(codes), 50, seed).view(-1, 1) + 1).float().to(torch.float8_e4m3fn)
+    raw = blocks.lay_nvfp4(codes, scale, 5e-4)
+    return StoredWeight(type, (outputs, inputs), raw.view(outputs, -1))
+
+
+def shared_by_four(weight: StoredWeight, width: int) -> StoredWeight:
+    """With the factors, `width` bytes, of each fourth block in its neighbours, too."""
+    raw = weight.raw.view(weight.shape[0], weight.shape[1] // 32, -1).clone()
+    raw[:, :, :width] = raw[:, ::4, :width].repeat_interleave(4, 1)
+    return StoredWeight(weight.type, weight.shape, raw.flatten(1))
+
+
+FORMS = {
+    "fp8 per tensor": lambda values, seed: e4m3_of(values, None),
+    "fp8 per output": lambda values, seed: e4m3_of(values, (1, values.shape[1])),
+    "fp8 in blocks": lambda values, seed: e4m3_of(values, (128, 128)),
+    "fp8 in groups": lambda values, seed: e4m3_of(values, (1, 32)),
+    "awq": lambda values, seed: shared_by_four(in_blocks(values, "Q4_1"), 4),
+    "gptq": lambda values, seed: shared_by_four(in_blocks(values, "Q4_0"), 2),
+    "MXFP4": lambda values, seed: four_bit_floats_of("MXFP4", values, seed),
+    "NVFP4": lambda values, seed: four_bit_floats_of("NVFP4", values, seed),
+    **{
+        type: lambda values, seed, type=type: in_blocks(values, type)
+        for type in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
+    },
+}
+"""Name -> a weight from values [out, in]."""
+NARROW = ("fp8 per output", "fp8 in groups", "Q4_0", "Q4_1", "MXFP4", "NVFP4")
+"""Forms of blocks of 32."""
+
+
+def in_blocks(values: torch.Tensor, type: str) -> StoredWeight:
+    return StoredWeight(type, tuple(values.shape), rounding.to_blocks(values, type))
+
+
+def packed_experts_of(form: str, count: int, dim: int, inner: int, **more) -> StoredExperts:
+    def weights(outputs, inputs, seed):
+        values = random(count, outputs, inputs, seed=seed).cpu() * inputs**-0.5
+        return tuple(FORMS[form](value, seed + at) for at, value in enumerate(values))
+
+    gates = () if more.get("activation") == "relu2" else weights(inner, dim, 31)
+    parts = {"activation": "silu", **more}
+    return StoredExperts(0, gates, weights(inner, dim, 41), weights(dim, inner, 51), **parts)
+
+
+def as_rounded(x: torch.Tensor, chunk: int) -> torch.Tensor:
+    """As numbers of 8 bits with a factor for each chunk of inputs would be."""
+    pieces = x.float().unflatten(-1, (-1, chunk))
+    unit = pieces.abs().amax(-1, keepdim=True) * (1 / 448)
+    return ((pieces / unit).to(torch.float8_e4m3fn).double() * unit.double()).flatten(-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 40])
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_stay_packed(form, tokens):
+    experts = packed_experts_of(form, 3, 256, 256 if form[-1] == "K" else 128)
+    x, (ids, weights) = random(tokens, 256, dtype=torch.float16, seed=3), routed(tokens, 3, 2)
+    packed = triton_experts.experts.run(experts, torch.float16, WHERE)
+    stored = experts.gate[0].raw.nbytes * 3 * 3
+
+    got = packed(x, ids, weights)
+
+    close(got, in_double(experts, x, ids, weights), torch.float16)
+    assert packed.gate_up.size_bytes + packed.down.size_bytes <= stored
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("form", NARROW)
+def test_packed_weights_of_odd_shapes(form, tokens):
+    sizes = (9, 96, 160) if form != "fp8 per output" else (5, 160, 32)
+    biases = tuple(random(sizes[0], size, seed=20).cpu() for size in (*sizes[2:] * 2, sizes[1]))
+    experts = packed_experts_of(form, *sizes, biases=biases, clamp=Clamp(0.7, 1.702))
+    x, (ids, weights) = random(tokens, sizes[1], seed=3), routed(tokens, sizes[0], 3)
+    for here in (experts, replace(experts, first=5, total=14)):
+        packed = triton_experts.experts.run(here, torch.float32, WHERE)
+        exact = reference.pack_experts(here, torch.float64, WHERE)
+
+        close(packed(x, ids, weights), in_double(here, x, ids, weights), torch.float32)
+        pairs = packed.apart(x, ids)
+        close(pairs, exact.apart(x.double(), ids), torch.float32)
+    plain = packed_experts_of(form, *sizes, activation="relu2")
+    packed = triton_experts.experts.run(plain, torch.float32, WHERE)
+    close(packed(x, ids, weights), in_double(plain, x, ids, weights), torch.float32)
+
+
+@pytest.mark.parametrize("form", ["fp8 in blocks", "fp8 per output", "MXFP4"])
+def test_all_tokens_may_choose_one_expert(form):
+    experts = packed_experts_of(form, 2, 128, 128)
+    x, ids = random(150, 128, dtype=torch.half, seed=3), torch.ones(150, 1, device=DEVICE).long()
+    weights = torch.ones(150, 1, device=DEVICE)
+    packed = triton_experts.experts.run(experts, torch.half, WHERE)
+    close(packed(x, ids, weights), in_double(experts, x, ids, weights), torch.half)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 70])
+@pytest.mark.parametrize("form", ["fp8 in blocks", "fp8 per output"])
+def test_activations_are_rounded_if_the_checkpoint_asks_for_it(form, tokens, monkeypatch):
+    experts = packed_experts_of(form, 2, 256, 128)
+    rounds = replace(expert_weights.NUMBER_TYPES[E4M3], rounds=True)
+    monkeypatch.setitem(expert_weights.NUMBER_TYPES, E4M3, rounds)
+    x, (ids, weights) = random(tokens, 256, dtype=torch.float16, seed=3), routed(tokens, 2, 2)
+    packed = triton_experts.experts.run(experts, torch.float16, WHERE)
+
+    got = packed.apart(x, ids).view(*ids.shape, -1).double().cpu()
+
+    given = as_rounded(x.cpu(), packed.gate_up.chunk)
+    for token, chosen in enumerate(ids.tolist()):
+        for place, at in enumerate(chosen):
+            gate = given[token] @ experts.gate[at].dense.double().T
+            middle = (gate * gate.sigmoid() * (given[token] @ experts.up[at].dense.double().T)).half()
+            want = as_rounded(middle, packed.down.chunk) @ experts.down[at].dense.double().T
+            torch.testing.assert_close(got[token, place], want, atol=2e-2, rtol=2e-2)
+    summed = packed(x, ids, weights)
+    pairs = packed.apart(x, ids)
+    close(summed, triton_experts.combine_experts.run(pairs, ids, weights, 4), torch.float16)
+
+
+def test_weights_of_several_types_become_floats():
+    mixed = packed_experts_of("Q4_0", 4, 64, 64)
+    up = (*mixed.up[:3], packed_experts_of("Q8_0", 4, 64, 64).up[3])
+    experts = replace(mixed, up=up)
+    x, (ids, weights) = random(5, 64, seed=3), routed(5, 4, 2)
+    packed = triton_experts.experts.run(experts, torch.float32, WHERE)
+    assert packed.gate_up.type is None and packed.down.type is not None
+    close(packed(x, ids, weights), in_double(experts, x, ids, weights), torch.float32)
+
+
+def test_factors_that_neighbours_share_are_kept_once():
+    sizes = {"fp8 in blocks": 4, "fp8 per tensor": 4, "awq": 2, "gptq": 2, "NVFP4": 1}
+    for form, each in sizes.items():
+        packed = triton_experts.experts.run(packed_experts_of(form, 2, 256, 256), torch.half, WHERE)
+        group, shared = {"fp8 in blocks": (128, 128), "fp8 per tensor": (256, 128)}.get(
+            form, (16 if form == "NVFP4" else 128, 1)
+        )
+        scales = packed.gate_up.scales
+        assert scales.nbytes == 2 * 512 * 256 // (group * shared) * each, form
+
+
+def test_a_place_takes_another_packed_expert():
+    x, (ids, _) = random(9, 64, seed=3), routed(9, 4, 2)
+    for form in ("MXFP4", "NVFP4", "Q4_1"):
+        packed = triton_experts.experts.run(packed_experts_of(form, 4, 64, 64), x.dtype, WHERE)
+        packed.put(2, [part.clone() for part in packed.parts(0)])
+        assert torch.equal(packed.apart(x, ids), packed.apart(x, torch.where(ids == 2, 0, ids)))

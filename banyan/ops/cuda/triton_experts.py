@@ -43,30 +43,41 @@ class Tiles:
     is_turned: bool = False
 
 
-def tiles_for(rows: int, projection: PackedProjection, is_outer: bool) -> Tiles:
+LEAST_ROWS = 16
+_IN_FLIGHT = 24 << 10
+"""Bytes of weights that a program of few rows loads ahead."""
+
+
+def tiles_for(rows: int, projection: PackedProjection) -> Tiles:
     """Sizes for blocks of `rows` (`rows_for`)."""
-    is_exact = projection.numbers.dtype == torch.float32
-    if is_exact:
+    if rows <= LEAST_ROWS:
+        return _of_few_rows(rows, 64, projection)
+    if projection.numbers.dtype == torch.float32:
         return Tiles(rows, 64, 4, 2)
-    if rows <= 16:
-        return Tiles(rows, 64, 4, 5)
-    needs_opening = projection.type is not None and not projection.rounds
-    if needs_opening:
-        return Tiles(rows, 128, 8 if rows > 64 else 4, 3, is_turned=True)
-    return Tiles(rows, 256 if rows > 64 else 128, 8 if rows > 64 else 4, 3)
+    is_large = rows > 64
+    if projection.type is not None and not projection.rounds:
+        return Tiles(rows, 128, 8, 3, is_turned=True)
+    columns = 256 if is_large and not projection.rounds else 128
+    return Tiles(rows, columns, 8 if is_large else 4, 4)
+
+
+def tiles_of_one(projection: PackedProjection) -> Tiles:
+    """Sizes for the second products of a single token; a model's outputs should be about as many
+    programs as there are multiprocessors."""
+    return _of_few_rows(LEAST_ROWS, 16, projection)
+
+
+def _of_few_rows(rows: int, columns: int, projection: PackedProjection) -> Tiles:
+    step = columns * projection.chunk * projection.numbers.itemsize
+    return Tiles(rows, columns, 4, max(3, min(10, 1 + _IN_FLIGHT // step)))
 
 
 def rows_for(pairs: int, experts: int, dtype: torch.dtype) -> int:
     """Rows of a block by the average number of rows per expert."""
     mean = pairs / experts
-    if mean <= 16:
-        return 16
+    if mean <= LEAST_ROWS:
+        return LEAST_ROWS
     return 64 if mean <= 64 or dtype == torch.float32 else 128
-
-
-ONE = Tiles(16, 16, 4, 6)
-"""Of the second products of a single token; all outputs should be more programs than there are
-multiprocessors."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,14 @@ class Ordered:
 
 
 class GroupedExperts:
-    """gate_up: gates and ups in turns, or without gates the ups. Biases are fp32."""
+    """gate_up: gates and ups in turns, or without gates the ups. Biases are fp32.
+
+    tiles, tiles_of_one, rows: choose the sizes of the products.
+    """
+
+    tiles: Callable[[int, PackedProjection], Tiles] = staticmethod(tiles_for)
+    tiles_of_one: Callable[[PackedProjection], Tiles] = staticmethod(tiles_of_one)
+    rows: Callable[[int, int, torch.dtype], int] = staticmethod(rows_for)
 
     def __init__(self, experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> None:
         self.first, self.count = experts.first, len(experts.down)
@@ -116,7 +134,7 @@ class GroupedExperts:
         ids, (tokens, per_token) = ids.contiguous(), ids.shape
         out = x.new_empty(tokens, x.shape[1])
         if tokens == 1:
-            middle = self._inner(x, ids, Ordered((ids,) * 5, ids.numel(), per_token, True), 16)
+            middle = self._inner(x, ids, Ordered((ids,) * 5, ids.numel(), per_token, True), LEAST_ROWS)
             self._outer_of_one(middle, ids, weights.contiguous(), out)
             return out
         pairs = x.new_empty(tokens * per_token, x.shape[1])
@@ -142,9 +160,9 @@ class GroupedExperts:
         ranks are not written."""
         if not ids.numel():
             return
-        rows = rows_for(ids.numel(), self.count, x.dtype)
+        rows = self.rows(ids.numel(), self.count, x.dtype)
         if len(ids) == 1:  # its experts are different ones: nothing to sort
-            rows, ordered = 16, Ordered((ids,) * 5, ids.numel(), ids.shape[1], True)
+            rows, ordered = LEAST_ROWS, Ordered((ids,) * 5, ids.numel(), ids.shape[1], True)
         else:
             ordered = self._ordered(ids, rows)
         middle = self._inner(x, ids, ordered, rows)
@@ -172,11 +190,11 @@ class GroupedExperts:
     ) -> None:
         from banyan.ops.cuda.expert_kernels import expert_product
 
-        tiles = tiles_for(rows, projection, is_outer=not gate)
+        tiles = self.tiles(rows, projection)
         limit, alpha = (self.clamp.limit, self.clamp.alpha) if self.clamp else (0.0, 0.0)
         rounds, units = "", x
         if projection.rounds:
-            is_late = rows <= 16 or x.shape[1] % projection.chunk
+            is_late = rows <= LEAST_ROWS or x.shape[1] % projection.chunk
             rounds = "here" if is_late else "before"
             if not is_late:
                 x, units = _rounded(x, projection.chunk)
@@ -209,9 +227,9 @@ class GroupedExperts:
     def _outer_of_one(self, middle: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
         from banyan.ops.cuda.expert_kernels import outer_of_one
 
-        projection = self.down
+        projection, tiles = self.down, self.tiles_of_one(self.down)
         bias = None if self.biases is None else self.biases[1]
-        outer_of_one[(-(-projection.outputs // ONE.columns),)](
+        outer_of_one[(-(-projection.outputs // tiles.columns),)](
             middle,
             *_weights(projection, bias, out),
             weights,
@@ -223,11 +241,11 @@ class GroupedExperts:
             PER_TOKEN=ids.shape[1],
             CHOICES=power_of_two(ids.shape[1]),
             ROUNDS="here" if projection.rounds else "",
-            ROWS=ONE.rows,
-            COLUMNS=ONE.columns,
+            ROWS=tiles.rows,
+            COLUMNS=tiles.columns,
             **_constants(projection, bias, out.dtype),
-            num_warps=ONE.warps,
-            num_stages=ONE.stages,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
         )
 
     def _ordered(self, ids: Tensor, rows: int) -> Ordered:
@@ -322,7 +340,10 @@ def assembly_of(number: str, base: int, dtype: torch.dtype) -> str:
     return products.octets(dtype) if number == "int8" else four_bit_floats(dtype)
 
 
-_FLOAT_BITS = {torch.bfloat16: ("bf16x2", 6, 0x01C0, 0x7E80), torch.float16: ("f16x2", 9, 0x0E00, 0x7400)}
+_FLOAT_BITS = {
+    torch.bfloat16: ("bf16x2", 6, 0x01C0, 0x7E80),
+    torch.float16: ("f16x2", 9, 0x0E00, 0x7400),
+}
 """Type -> PTX name of a pair, where exponent and mantissa go, their mask, and the power of two by
 which the number is then too small."""
 
