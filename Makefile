@@ -1,4 +1,4 @@
-# make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | soak | bench
+# make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | gpu-check | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | soak | bench
 #      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | docs | model-classes | clean | wheel | test-wheel | test-chart | newcomer
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -21,7 +21,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed .clients/agents/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
-.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust soak bench bench-fidelity bench-cpu bench-pairs lint format types docs model-classes clean wheel test-wheel test-chart newcomer
+.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda gpu-check test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust soak bench bench-fidelity bench-cpu bench-pairs lint format types docs model-classes clean wheel test-wheel test-chart newcomer
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -185,6 +185,11 @@ test-schemas: $(VENV)/.test
 # its meta kernels are run without its libraries.
 test-npu-real: $(VENV)/.test $(NPU_RELEASES:%=.npu/%/.installed)
 	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/ascend/emulation/real $(ARGS)
+
+# What a CUDA card can show, in some minutes: right answers and speed, into gpu-check.json. Needs the card,
+# the core packages with a torch for CUDA, triton, transformers and pytest with xdist.
+gpu-check:
+	@exec $(or $(PYTHON),python3) -m benchmarks.gpu_check $(ARGS)
 
 # The kernels of CUDA devices without one: compiled for an H100, and in Triton's interpreter, which no
 # newer numpy runs in (.cuda, 700 MB); a quarter of an hour.
