@@ -1,6 +1,6 @@
 """A launch plan: from a recipe and the nodes of each role to variables and a command per node.
 
-The recipes are those of the documents, in the documents' own spelling. They name no machines.
+The recipes have the flags and variables of the documents, in their spelling. They name no machines.
 """
 
 import shlex
