@@ -10,7 +10,7 @@ once per user, in a separate process (`build_process`). A wheel may contain libr
 keys. Libraries of other sources or options have other keys and are not used.
 
     python -m banyan.ops.cpu.build           builds the library of this machine
-    python -m banyan.ops.cpu.build FOLDER    builds those of a wheel, prints its platform tag
+    python -m banyan.ops.cpu.build FOLDER    builds the libraries of a wheel; prints its tag
 """
 
 import hashlib
