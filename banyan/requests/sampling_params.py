@@ -46,7 +46,7 @@ _UNAVAILABLE = {
 
 
 @dataclass(frozen=True)
-class Filter:
+class FilterNumber:
     """A number of one of the filters of runner/logit_filters.py.
 
     Attributes:
@@ -62,17 +62,17 @@ class Filter:
     is_whole: bool = False
 
 
-FILTERS: Mapping[str, Filter] = {
-    "typical_p": Filter(1.0, 1e-6, 1.0),
-    "top_n_sigma": Filter(-1.0, -1.0, 1e6),
-    "xtc_probability": Filter(0.0, 0.0, 1.0),
-    "xtc_threshold": Filter(0.1, 0.0, 1.0, "xtc_probability"),
-    "dynatemp_range": Filter(0.0, 0.0, 1e6),
-    "dynatemp_exponent": Filter(1.0, 0.0, 1e6, "dynatemp_range"),
-    "dry_multiplier": Filter(0.0, 0.0, 1e6),
-    "dry_base": Filter(1.75, 1.0, 1e6, "dry_multiplier"),
-    "dry_allowed_length": Filter(2, 1, 1 << 20, "dry_multiplier", is_whole=True),
-    "dry_penalty_last_n": Filter(-1, -1, 1 << 30, "dry_multiplier", is_whole=True),
+FILTERS: Mapping[str, FilterNumber] = {
+    "typical_p": FilterNumber(1.0, 1e-6, 1.0),
+    "top_n_sigma": FilterNumber(-1.0, -1.0, 1e6),
+    "xtc_probability": FilterNumber(0.0, 0.0, 1.0),
+    "xtc_threshold": FilterNumber(0.1, 0.0, 1.0, "xtc_probability"),
+    "dynatemp_range": FilterNumber(0.0, 0.0, 1e6),
+    "dynatemp_exponent": FilterNumber(1.0, 0.0, 1e6, "dynatemp_range"),
+    "dry_multiplier": FilterNumber(0.0, 0.0, 1e6),
+    "dry_base": FilterNumber(1.75, 1.0, 1e6, "dry_multiplier"),
+    "dry_allowed_length": FilterNumber(2, 1, 1 << 20, "dry_multiplier", is_whole=True),
+    "dry_penalty_last_n": FilterNumber(-1, -1, 1 << 30, "dry_multiplier", is_whole=True),
 }
 """Field -> its number. Names as llama.cpp has them."""
 BREAKERS = "dry_sequence_breakers"
