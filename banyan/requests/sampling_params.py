@@ -248,7 +248,7 @@ def parse_sampling(
         ignored["custom_params"] = NOT_USED
     if filters := _filters(values, limits, ignored):
         if processor:
-            both = f"custom_logit_processor does not go together with {', '.join(filters)}"
+            both = f"custom_logit_processor cannot be combined with {', '.join(filters)}"
             raise RequestError(both, param="custom_logit_processor")
         processor, processor_params = "filters", msgspec.json.encode(filters)
     sampling = SamplingParams(
@@ -439,7 +439,7 @@ def _processor(values: "_Values", limits: Limits) -> tuple[str, bytes]:
 def _filters(
     values: "_Values", limits: Limits, ignored: dict[str, str]
 ) -> dict[str, float | list[int]]:
-    """Numbers of the filters that are on. Those of filters that are off are reported."""
+    """Numbers of the filters that are on. Numbers whose filter is off are reported."""
     numbers = {name: _filter_number(values, name) for name in FILTERS}
     is_on = {name: numbers[name] != rule.neutral for name, rule in FILTERS.items()}
     is_on["top_n_sigma"] = numbers["top_n_sigma"] > 0
