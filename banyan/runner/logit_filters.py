@@ -21,7 +21,7 @@ LONGEST_MATCH = 128
 """DRY compares at most so many tokens. Longer repetitions are penalised like this one."""
 LARGEST_PENALTY = 1e4
 _XTC_STREAM = 0x5874_4363
-"""Makes XTC's random numbers differ from those of the choice itself."""
+"""The choice itself uses other random numbers than XTC."""
 _LEAST_SHARE = 1e-3
 """The entropy lowers the temperature to no less than this share of it."""
 
