@@ -208,7 +208,7 @@ def test_nothing_that_is_wrong_in_a_request_is_a_failure_of_the_server(server, t
             asyncio.run(mutations(running, mutated))
             document(running, tmp_path, documented)
         status, leaked = status_of(running, "/health"), running.stats()["leaked"]
-        reported(mutated, documented, seen, canary)
+        print_figures(mutated, documented, seen, canary)
         canary.end()
     assert status == 200 and leaked == 0
     assert not mutated.faults, mutated.faults[:5]
@@ -216,7 +216,7 @@ def test_nothing_that_is_wrong_in_a_request_is_a_failure_of_the_server(server, t
     assert seen.blocked_s < MAX_BLOCKED_S
 
 
-def reported(mutated: Tally, documented: Tally, seen: Seen, canary: Canary) -> None:
+def print_figures(mutated: Tally, documented: Tally, seen: Seen, canary: Canary) -> None:
     print(
         f"\nfigure: {sum(mutated.statuses.values()):,} mutated requests ({mutated.reported}) and "
         f"{sum(documented.statuses.values()):,} of schemathesis ({documented.reported}): "
