@@ -220,7 +220,7 @@ wheel: $(VENV)/.installed
 	@rm -rf build/wheel && mkdir -p build/wheel dist
 	@cp -r pyproject.toml README.md LICENSE banyan build/wheel
 	@find build/wheel -name __pycache__ -prune -exec rm -rf {} +
-	@tag=$$(cd build/wheel && $(abspath $(BIN))/python -m banyan.ops.cpu.prebuild banyan/ops/cpu/prebuilt) && \
+	@tag=$$(cd build/wheel && $(abspath $(BIN))/python -m banyan.ops.cpu.build banyan/ops/cpu/prebuilt) && \
 	rm -f dist/banyan_serve-*.whl && \
 	$(PIP) wheel ./build/wheel --no-deps -w dist --config-settings=--build-option=--plat-name=$$tag
 	@rm -rf build/wheel && du -h dist/banyan_serve-*.whl
