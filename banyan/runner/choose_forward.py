@@ -10,7 +10,9 @@ from banyan.context_parallel.forward import (
 )
 from banyan.layers.build import Build
 from banyan.layers.latent_attention import index_shape
+from banyan.layers.recurrent import INPUTS, MATRIX
 from banyan.model_config.media import is_cross
+from banyan.model_config.model_config import STATE
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable
 from banyan.ops.bind import BoundOps
@@ -175,8 +177,11 @@ def _waiting_op(model: Model, build: Build, platform: Platform) -> str:
             return "attention over this model's cache waits for the device"
         if model_config.attention_cap:
             return "the reference attends, and it waits for the device"
-    if any(not {"k", "latent"} & set(cache.tensors) for cache in model.caches):
-        return "attention over this model's cache waits for the device"
+    states = [cache.tensors for cache in model.caches if cache.kind == STATE]
+    if INPUTS in set().union(*states):
+        attends.append("short_conv")
+    widths = {len(tensors[MATRIX].shape) for tensors in states if MATRIX in tensors}
+    attends += [op for op, width in (("scan", 3), ("selective_scan", 2)) if width in widths]
     needed = [*attends, *(["experts"] if model_config.experts is not None else [])]
     if build.places is not None:
         needed.append("combine_experts")
