@@ -18,6 +18,13 @@ from banyan.moe.rules import within_the_exchange
 log = logger(__name__)
 
 AUTO = "auto"
+_PROMPT_SHAPES = (
+    *range(16, 129, 16),
+    *range(160, 513, 32),
+    *range(576, 1025, 64),
+    *range(1280, 4097, 256),
+)
+"""Tokens of the steps with prompts that are captured: less than a quarter of one is padding."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
     is_named = bool(device.shapes or device.largest_shape)
     if defaults.shapes or defaults.is_sized and is_named:
         is_open["device.shapes"] = _shapes(config, defaults)
+        is_open["device.prompt_shapes"] = _prompt_shapes(config) if defaults.shapes else ()
     elif is_named or device.is_unpadded:
         log.warning(
             "steps on %s are not captured by shape: --cuda-graph-bs, --cuda-graph-max-bs and "
@@ -114,6 +122,15 @@ def _check_dtype(dtype: str, defaults: Defaults) -> None:
             f"--dtype {dtype}: no kernel of {defaults.device} computes on such activations",
             hint=f"choose: {', '.join((AUTO, *defaults.dtypes))}",
         )
+
+
+def _prompt_shapes(config: Config) -> tuple[int, ...]:
+    """Tokens of the steps with prompts to capture, rising."""
+    device = config.device
+    named = device.prompt_shapes or _PROMPT_SHAPES
+    if not device.captures_prompts:
+        return ()
+    return tuple(sorted({tokens for tokens in named if tokens <= device.largest_prompt_shape}))
 
 
 def _shapes(config: Config, defaults: Defaults) -> tuple[int, ...]:

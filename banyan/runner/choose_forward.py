@@ -23,6 +23,7 @@ from banyan.runner.captured_forward import CapturedForward, CaptureSizes
 from banyan.runner.forward import EagerForward, Forward, ForwardContext
 from banyan.runner.inputs import StepSizes, StepTensors
 from banyan.runner.kvstore import KVStore
+from banyan.runner.prompt_graphs import PromptGraphs
 from banyan.runner.recorded_forward import RecordedForward
 from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.slots import SlotTable
@@ -53,6 +54,7 @@ def open_forward(
 
 def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
     model, build, platform = context.model, context.build, context.platform
+    groups = build.groups
     context_parallel, every = build.groups.cp_batch, context.rows_of_all
     media = model.model_config.media
     carried = model.model_config.hidden_size if build.groups.stages.rank else config.carried
@@ -86,6 +88,7 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
         tokens, rows = batch.largest
         return tensors(tokens, max(max_rows, rows), max(outputs, len(batch.last)))
 
+    max_rows += bool(config.prompt_shapes)  # one more fills a step up
     # With DP attention, missing drafts are replaced by one row of padding.
     max_rows += bool(build.groups.dp_batch and config.draft_room)
     # A recording distinguishes its sizes by their values, so no two may be equal.
@@ -121,9 +124,14 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
         shapes or (max_rows,),
         config.is_unpadded,
         config.verified,
+        config.prompt_shapes,
         config.collects_in_capture,
         config.profiles_capture,
     )
+    if config.prompt_shapes and (every or groups.stages.size > 1):
+        log.info("steps with prompts are not captured: ranks bring different numbers of tokens")
+    elif config.prompt_shapes:
+        eager.prompts = PromptGraphs(context, step, sizes)
     return CapturedForward(context, eager, step, sizes)
 
 

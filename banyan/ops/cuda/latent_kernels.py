@@ -215,9 +215,7 @@ def score_positions(
         turned_key_at = page * turned_page + inside * turned_inside
         k_turned = _lines(turned_pages, turned_key_at, is_key, turns, is_turn)
         score = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision=PRECISION)
-        score = tl.dot(
-            turned, tl.trans(k_turned.to(query.dtype)), score, input_precision=PRECISION
-        )
+        score = tl.dot(turned, tl.trans(k_turned.to(query.dtype)), score, input_precision=PRECISION)
         total = tl.sum(tl.maximum(score, 0.0) * weight[:, None], 0)
         total = tl.where(total == 0, 0.0, total)  # zero has one sign
         tl.store(place + key, tl.where(is_key, total, float("-inf")), mask=key < length)
