@@ -24,13 +24,14 @@ from banyan.ops.cpu.build import (
     _target,
     cached_library,
     compilers,
+    isas_of,
     machine_isa,
+    platform_tag,
     prebuilt_library,
     usable_isa,
 )
 from banyan.ops.cpu.build_process import definitions_for, sources_for
 from banyan.ops.cpu.library import Library, open_library
-from banyan.ops.cpu.prebuild import isas_of, platform_tag
 from tests.ops.emulation import CACHE
 
 needs_compiler = pytest.mark.skipif(not any(compilers()), reason="no C++ compiler is here")

@@ -12,7 +12,7 @@ from banyan.ascend.ops import latent_attention
 from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.operators import AttentionOperators, Operators
 from banyan.ascend.ops.toolkit import NpuToolkit
-from banyan.ascend.selfcheck.attention_cases import as_fractal
+from banyan.ascend.selfcheck.cases import as_fractal
 from banyan.ops.bind import bind
 from tests.ascend.emulation.test_prologue import MLAPO, WIDE, answers
 from tests.models.families import tiny

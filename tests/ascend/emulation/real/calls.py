@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from banyan.ascend.ops.operators import Operators
 from banyan.ascend.selfcheck import cases
-from banyan.ascend.selfcheck.case import Case
+from banyan.ascend.selfcheck.cases import Case
 from tests.ascend.emulation.exchange_cases import exchange_cases
 
 Results = dict[str, list[list[str]]]
