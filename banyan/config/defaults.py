@@ -40,6 +40,7 @@ class Defaults:
         loaded_adapters: in memory at most; 0 = as many as run at once, where there is room for each
             from the start on.
         shapes: rows of the steps to capture, rising; () where steps are not captured by shape.
+        captures_prompts: steps with prompts can be captured too.
         is_sized: the sizes that are named bound which decode steps are recorded.
         burst: decode steps that one plan may hold.
     """
@@ -52,6 +53,7 @@ class Defaults:
     free_share: float
     loaded_adapters: int = MOST_LOADED
     shapes: tuple[int, ...] = ()
+    captures_prompts: bool = False
     is_sized: bool = False
     multi_step: int = 1
 
@@ -84,13 +86,14 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
     is_named = bool(device.shapes or device.largest_shape)
     if defaults.shapes or defaults.is_sized and is_named:
         is_open["device.shapes"] = _shapes(config, defaults)
-        is_open["device.prompt_shapes"] = _prompt_shapes(config) if defaults.shapes else ()
     elif is_named or device.is_unpadded:
         log.warning(
             "steps on %s are not captured by shape: --cuda-graph-bs, --cuda-graph-max-bs and "
             "--disable-cuda-graph-padding have no effect",
             defaults.device,
         )
+    can_capture = device.captures_prompts and defaults.captures_prompts
+    is_open["device.prompt_shapes"] = _prompt_shapes(config) if can_capture else ()
     for name, value in is_open.items():
         log.debug("set %s=%s because that suits %s", name.split(".")[1], value, defaults.device)
     origins = dict.fromkeys(is_open, f"device {defaults.device}")
@@ -128,8 +131,6 @@ def _prompt_shapes(config: Config) -> tuple[int, ...]:
     """Tokens of the steps with prompts to capture, rising."""
     device = config.device
     named = device.prompt_shapes or _PROMPT_SHAPES
-    if not device.captures_prompts:
-        return ()
     return tuple(sorted({tokens for tokens in named if tokens <= device.largest_prompt_shape}))
 
 

@@ -277,7 +277,7 @@ class StepTensors:
     def sized(
         self, tokens: int, rows: int, attention: AttentionBackend, prunes: bool
     ) -> StepInputs:
-        """Inputs of a size, for a graph that runs after `fill_up`. prunes: as for `whole`."""
+        """Inputs of a size, for a graph. prunes: as for `whole`."""
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.use(self._adapters)
         views = tuple(
@@ -295,15 +295,6 @@ class StepTensors:
             shifts=None if self.shifts is None else self.shifts[:tokens],
             output_tokens=outputs,
         )
-
-    def fill_up(self, batch: Batch, rows: int) -> None:
-        """As `fill`, for a graph of `rows` rows; those after the batch's have no tokens."""
-        self._fill(batch)
-        mine, tokens = len(batch.slots), int(batch.offsets[-1])
-        self.row_starts[mine + 1 : rows + 1] = tokens
-        self.context_lengths[mine:rows] = 0
-        self.chosen[len(batch.last) :] = 0
-        self._table.lengths[:1].zero_()  # padding stays at position 0
 
     def _feature_rows_of(self, tokens: int) -> FeatureRows | None:
         given = self.feature_rows

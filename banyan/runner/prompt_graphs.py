@@ -74,6 +74,15 @@ class PromptGraphs:
             return None
         if batch.branches or takes_features(batch, self._table):
             return None
-        self.step.fill_up(batch.padded(padding) if padding else batch, self._rows(size))
+        self._fill(batch.padded(padding) if padding else batch, self._rows(size))
         self._graphs[size].replay()
         return self._hidden
+
+    def _fill(self, batch: Batch, rows: int) -> None:
+        """Enter a batch; the graph's rows after it have no tokens."""
+        step, mine = self.step, len(batch.slots)
+        step.fill(batch)
+        step.row_starts[mine + 1 : rows + 1] = int(batch.offsets[-1])
+        step.context_lengths[mine:rows] = 0
+        step.chosen[len(batch.last) :] = 0
+        self._table.lengths[:1].zero_()  # padding stays at position 0

@@ -11,7 +11,7 @@ from banyan.config.schema import Config
 from tests.support.flags import config_of
 
 DEVICE = Defaults("abacus", ("float32", "bfloat16"), 32, 1024, 64, 0.5)
-SHAPED = replace(DEVICE, shapes=(1, 2, 4, 8, 16))
+SHAPED = replace(DEVICE, shapes=(1, 2, 4, 8, 16), captures_prompts=True)
 
 
 def test_what_was_left_open_is_taken_from_the_device_with_its_name_as_origin() -> None:

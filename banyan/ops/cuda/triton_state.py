@@ -19,9 +19,9 @@ _CHANNELS, _TOKENS = 128, 32
 """A program of a convolution: channels, and tokens of long rows."""
 _FEW = 4
 """Tokens per row up to which a program convolves whole rows."""
-_STATE, _MOST_VALUES = 1024, 8
-"""Numbers of a state in a program, and the most value dimensions of them: one warp reduces them
-without waiting for another."""
+_STATE, _MOST_VALUES, _WARPS = 1024, 8, 1
+"""Numbers of a state in a program, the most value dimensions of them, and warps: one warp reduces
+them without waiting for another."""
 
 
 def _apply_gate(x: Tensor, gate: Tensor, curve: str) -> Tensor:
@@ -161,7 +161,7 @@ def _scan(
         BY_KEY=kept.dim() == 3,
         KEYS=keys,
         VALUES=values,
-        num_warps=1,
+        num_warps=_WARPS,
     )
     return out
 
