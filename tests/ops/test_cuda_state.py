@@ -6,7 +6,7 @@ import torch
 from banyan.ops import reference
 from banyan.ops.cuda import triton_state
 from banyan.ops.state_api import StateRows
-from tests.ops.triton_device import ABSENCE, DEVICE, TYPES, close, random
+from tests.ops.triton_device import ABSENCE, DEVICE, TOLERANCE, TYPES, close, random
 
 if ABSENCE:
     pytest.skip(ABSENCE, allow_module_level=True)
@@ -35,6 +35,12 @@ def apart(*shape, dtype=torch.float32, seed=0, factor=1.0):
     return wide[:, :width].unflatten(1, shape[1:])
 
 
+def near(got, want, dtype):
+    """A state is a long sum of products, and a device's exponentials are rounded."""
+    most = max(TOLERANCE[dtype], 1e-4)
+    torch.testing.assert_close(got.double(), want.double(), atol=most, rtol=most)
+
+
 def assert_same(run, rows, shape, inputs, dtype):
     """Outputs and pages of a kernel equal the reference's in fp64 of the same numbers; pages of no
     row keep their bits. Pages of rows that begin anew hold no numbers."""
@@ -45,9 +51,9 @@ def assert_same(run, rows, shape, inputs, dtype):
     mine, plain = kept.clone(), kept.double()
     got = run(triton_state, mine, inputs)
     want = run(reference, plain, [None if x is None else x.double() for x in inputs])
-    close(got, want, dtype)
+    near(got, want, dtype)
     used = [page for page, count, _ in rows if count]
-    close(mine[used], plain[used], torch.float32)
+    near(mine[used], plain[used], torch.float32)
     idle = [page for page in range(PAGES) if page not in used]
     assert torch.equal(mine[idle].view(torch.int32), kept[idle].view(torch.int32))
 
@@ -138,7 +144,7 @@ def test_gates_of_decay_equal_the_reference_at_both_ends():
         got = triton_state.decay_gates.run(x[:, :8], bias, rate, *bounds)
         want = reference.decay_gates(x[:, :8].double(), bias.double(), rate.double(), *bounds)
         for one, other in zip(got, want, strict=True):
-            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-30)
+            torch.testing.assert_close(one.double(), other, rtol=3e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
