@@ -334,7 +334,9 @@ def _report(
     if rows not in (1, 32, 2048):
         return
     found = [(took, "chosen")]
-    ways: list[tuple[Tiles | None, Tiles | None]] = [(t, None) for t in candidates(block, projection)]
+    ways: list[tuple[Tiles | None, Tiles | None]] = [
+        (t, None) for t in candidates(block, projection)
+    ]
     if rows == 1:
         ways += [(None, one) for one in of_one(projection)]
     for tiles, one in ways[1:]:

@@ -61,6 +61,7 @@ PARTS = {
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
     ),
+    "experts": Part("-m benchmarks.cuda_experts", 90, ON_CPU, is_timed=True),
     "graphs": Part("-m benchmarks.cuda_graphs", 120, ON_CPU, is_timed=True),
     "prompts": Part(f"{SERVING} --parts prompts", 90, ON_CPU, is_timed=True),
     "serving": Part(f"{SERVING} --parts serving", 120, ON_CPU, is_timed=True),

@@ -9,6 +9,7 @@ from banyan.models.weights.quant.fp4 import from_mxfp4
 from banyan.models.weights.quant.fp8 import Fp8
 from banyan.ops import blocks, reference, rounding
 from banyan.ops.cuda import expert_weights, triton_experts
+from banyan.ops.cuda.needs import CudaToolkit
 from banyan.ops.experts_api import Clamp, StoredExperts
 from banyan.ops.stored import E4M3, NVFP4, StoredWeight
 from tests.ops.triton_device import ABSENCE, DEVICE, TYPES, close, random
@@ -70,7 +71,7 @@ def test_experts_are_those_of_the_reference(
     x = random(tokens, 2 * dim, dtype=dtype, seed=3)[:, :dim]
     ids, weights = routed(tokens, count, per_token)
 
-    got = triton_experts.experts.run(experts, dtype, WHERE)(x, ids, weights)
+    got = triton_experts.GroupedExperts(experts, dtype, WHERE)(x, ids, weights)
 
     close(got, in_double(experts, x, ids, weights), dtype)
 
@@ -79,7 +80,7 @@ def test_experts_are_those_of_the_reference(
 def test_experts_that_are_elsewhere_add_nothing(first):
     experts = replace(experts_of(5, 48, 32, torch.float32, first=first), total=14)
     x, (ids, weights) = random(30, 48, seed=3), routed(30, 14, 4)
-    packed = triton_experts.experts.run(experts, torch.float32, WHERE)
+    packed = triton_experts.GroupedExperts(experts, torch.float32, WHERE)
 
     got, pairs = packed(x, ids, weights), packed.apart(x, ids)
 
@@ -92,7 +93,7 @@ def test_experts_that_are_elsewhere_add_nothing(first):
 def test_a_token_may_name_a_place_twice_where_pairs_stay_apart():
     experts = experts_of(4, 32, 32, torch.float32)
     x, ids = random(9, 32, seed=3), torch.tensor([[1, 1, 3]] * 9, device=DEVICE)
-    packed = triton_experts.experts.run(experts, torch.float32, WHERE)
+    packed = triton_experts.GroupedExperts(experts, torch.float32, WHERE)
 
     pairs = packed.apart(x, ids).view(9, 3, -1)
 
@@ -113,7 +114,7 @@ def test_pairs_add_up_as_in_the_reference(per_token, dim, home, dtype):
 def test_apart_and_added_up_are_the_same_bits():
     experts = experts_of(6, 64, 48, torch.float32)
     x, (ids, weights) = random(20, 64, seed=3), routed(20, 6, 3)
-    packed = triton_experts.experts.run(experts, torch.float32, WHERE)
+    packed = triton_experts.GroupedExperts(experts, torch.float32, WHERE)
 
     whole = packed(x, ids, weights)
 
@@ -124,7 +125,7 @@ def test_apart_and_added_up_are_the_same_bits():
 def test_a_place_takes_another_expert_in_the_memory_that_it_has():
     experts = experts_of(4, 32, 48, torch.float32, has_biases=True)
     x, (ids, _) = random(9, 32, seed=3), routed(9, 4, 2)
-    packed = triton_experts.experts.run(experts, torch.float32, WHERE)
+    packed = triton_experts.GroupedExperts(experts, torch.float32, WHERE)
     where = [part.data_ptr() for part in packed.parts(2)]
 
     packed.put(2, [part.clone() for part in packed.parts(0)])
@@ -138,7 +139,7 @@ def test_a_place_takes_another_expert_in_the_memory_that_it_has():
 def test_a_token_that_is_no_number_spoils_no_other():
     experts = experts_of(4, 64, 48, torch.float32)
     x, (ids, weights) = random(40, 64, seed=3), routed(40, 4, 2)
-    packed = triton_experts.experts.run(experts, torch.float32, WHERE)
+    packed = triton_experts.GroupedExperts(experts, torch.float32, WHERE)
     want = packed(x, ids, weights)
     x[7] = float("nan")
 
@@ -152,7 +153,7 @@ def test_choices_may_lie_apart():
     """As `route` leaves them: the first ones of all experts in order."""
     experts = experts_of(6, 64, 48, torch.float32)
     x, (ids, weights) = random(20, 64, seed=3), routed(20, 6, 6)
-    packed = triton_experts.experts.run(experts, torch.float32, WHERE)
+    packed = triton_experts.GroupedExperts(experts, torch.float32, WHERE)
     few, their = ids[:, :2], weights[:, :2]
 
     got, pairs = packed(x, few, their), packed.apart(x, few)
@@ -162,13 +163,17 @@ def test_choices_may_lie_apart():
 
 
 def test_no_tokens_are_no_work():
-    packed = triton_experts.experts.run(experts_of(4, 32, 32, torch.float32), torch.float32, WHERE)
+    packed = triton_experts.GroupedExperts(
+        experts_of(4, 32, 32, torch.float32), torch.float32, WHERE
+    )
     none = torch.empty(0, 2, dtype=torch.int64, device=DEVICE)
     assert packed(random(0, 32), none, none.float()).shape == (0, 32)
 
 
 def test_adapters_are_refused_by_name():
-    packed = triton_experts.experts.run(experts_of(4, 32, 32, torch.float32), torch.float32, WHERE)
+    packed = triton_experts.GroupedExperts(
+        experts_of(4, 32, 32, torch.float32), torch.float32, WHERE
+    )
     x, (ids, weights) = random(3, 32), routed(3, 4, 2)
     with pytest.raises(NotImplementedError, match="adapters"):
         packed(x, ids, weights, object())
@@ -257,7 +262,7 @@ def as_rounded(x: torch.Tensor, chunk: int) -> torch.Tensor:
 def test_weights_stay_packed(form, tokens):
     experts = packed_experts_of(form, 3, 256, 256 if form[-1] == "K" else 128)
     x, (ids, weights) = random(tokens, 256, dtype=torch.float16, seed=3), routed(tokens, 3, 2)
-    packed = triton_experts.experts.run(experts, torch.float16, WHERE)
+    packed = triton_experts.GroupedExperts(experts, torch.float16, WHERE)
     stored = experts.gate[0].raw.nbytes * 3 * 3
 
     got = packed(x, ids, weights)
@@ -274,14 +279,14 @@ def test_packed_weights_of_odd_shapes(form, tokens):
     experts = packed_experts_of(form, *sizes, biases=biases, clamp=Clamp(0.7, 1.702))
     x, (ids, weights) = random(tokens, sizes[1], seed=3), routed(tokens, sizes[0], 3)
     for here in (experts, replace(experts, first=5, total=14)):
-        packed = triton_experts.experts.run(here, torch.float32, WHERE)
+        packed = triton_experts.GroupedExperts(here, torch.float32, WHERE)
         exact = reference.pack_experts(here, torch.float64, WHERE)
 
         close(packed(x, ids, weights), in_double(here, x, ids, weights), torch.float32)
         pairs = packed.apart(x, ids)
         close(pairs, exact.apart(x.double(), ids), torch.float32)
     plain = packed_experts_of(form, *sizes, activation="relu2")
-    packed = triton_experts.experts.run(plain, torch.float32, WHERE)
+    packed = triton_experts.GroupedExperts(plain, torch.float32, WHERE)
     close(packed(x, ids, weights), in_double(plain, x, ids, weights), torch.float32)
 
 
@@ -290,7 +295,7 @@ def test_all_tokens_may_choose_one_expert(form):
     experts = packed_experts_of(form, 2, 128, 128)
     x, ids = random(150, 128, dtype=torch.half, seed=3), torch.ones(150, 1, device=DEVICE).long()
     weights = torch.ones(150, 1, device=DEVICE)
-    packed = triton_experts.experts.run(experts, torch.half, WHERE)
+    packed = triton_experts.GroupedExperts(experts, torch.half, WHERE)
     close(packed(x, ids, weights), in_double(experts, x, ids, weights), torch.half)
 
 
@@ -301,7 +306,7 @@ def test_activations_are_rounded_if_the_checkpoint_asks_for_it(form, tokens, mon
     rounds = replace(expert_weights.NUMBER_TYPES[E4M3], rounds=True)
     monkeypatch.setitem(expert_weights.NUMBER_TYPES, E4M3, rounds)
     x, (ids, weights) = random(tokens, 256, dtype=torch.float16, seed=3), routed(tokens, 2, 2)
-    packed = triton_experts.experts.run(experts, torch.float16, WHERE)
+    packed = triton_experts.GroupedExperts(experts, torch.float16, WHERE)
 
     got = packed.apart(x, ids).view(*ids.shape, -1).double().cpu()
 
@@ -309,7 +314,9 @@ def test_activations_are_rounded_if_the_checkpoint_asks_for_it(form, tokens, mon
     for token, chosen in enumerate(ids.tolist()):
         for place, at in enumerate(chosen):
             gate = given[token] @ experts.gate[at].dense.double().T
-            middle = (gate * gate.sigmoid() * (given[token] @ experts.up[at].dense.double().T)).half()
+            middle = (
+                gate * gate.sigmoid() * (given[token] @ experts.up[at].dense.double().T)
+            ).half()
             want = as_rounded(middle, packed.down.chunk) @ experts.down[at].dense.double().T
             torch.testing.assert_close(got[token, place], want, atol=2e-2, rtol=2e-2)
     summed = packed(x, ids, weights)
@@ -322,7 +329,7 @@ def test_weights_of_several_types_become_floats():
     up = (*mixed.up[:3], packed_experts_of("Q8_0", 4, 64, 64).up[3])
     experts = replace(mixed, up=up)
     x, (ids, weights) = random(5, 64, seed=3), routed(5, 4, 2)
-    packed = triton_experts.experts.run(experts, torch.float32, WHERE)
+    packed = triton_experts.GroupedExperts(experts, torch.float32, WHERE)
     assert packed.gate_up.type is None and packed.down.type is not None
     close(packed(x, ids, weights), in_double(experts, x, ids, weights), torch.float32)
 
@@ -330,7 +337,9 @@ def test_weights_of_several_types_become_floats():
 def test_factors_that_neighbours_share_are_kept_once():
     sizes = {"fp8 in blocks": 4, "fp8 per tensor": 4, "awq": 2, "gptq": 2, "NVFP4": 1}
     for form, each in sizes.items():
-        packed = triton_experts.experts.run(packed_experts_of(form, 2, 256, 256), torch.half, WHERE)
+        packed = triton_experts.GroupedExperts(
+            packed_experts_of(form, 2, 256, 256), torch.half, WHERE
+        )
         group, shared = {"fp8 in blocks": (128, 128), "fp8 per tensor": (256, 128)}.get(
             form, (16 if form == "NVFP4" else 128, 1)
         )
@@ -341,6 +350,39 @@ def test_factors_that_neighbours_share_are_kept_once():
 def test_a_place_takes_another_packed_expert():
     x, (ids, _) = random(9, 64, seed=3), routed(9, 4, 2)
     for form in ("MXFP4", "NVFP4", "Q4_1"):
-        packed = triton_experts.experts.run(packed_experts_of(form, 4, 64, 64), x.dtype, WHERE)
+        packed = triton_experts.GroupedExperts(packed_experts_of(form, 4, 64, 64), x.dtype, WHERE)
         packed.put(2, [part.clone() for part in packed.parts(0)])
         assert torch.equal(packed.apart(x, ids), packed.apart(x, torch.where(ids == 2, 0, ids)))
+
+
+@pytest.mark.parametrize(("wish", "type"), [("q4_0", "Q4_0"), ("int8", "Q8_0"), ("fp8", "")])
+def test_float_experts_are_rounded_at_load(wish, type):
+    experts = experts_of(3, 64, 96, torch.bfloat16)
+    x, (ids, _) = random(7, 64, seed=3), routed(7, 3, 2)
+    packed = triton_experts.packer(CudaToolkit(quantization=wish))(experts, torch.float32, WHERE)
+
+    got = packed.apart(x, ids)
+
+    def as_stored(weights):
+        if type:
+            return tuple(in_blocks(weight.dense.float(), type) for weight in weights)
+        return tuple(
+            Fp8(None).of_numbers(*rounding.to_fp8(weight.dense.float(), torch.float32)).weight
+            for weight in weights
+        )
+
+    parts = {side: as_stored(getattr(experts, side)) for side in ("gate", "up", "down")}
+    want = triton_experts.GroupedExperts(replace(experts, **parts), torch.float32, WHERE)
+    if not type:
+        want.gate_up, want.down = (
+            replace(part, type=packed.down.type) for part in (want.gate_up, want.down)
+        )
+    assert torch.equal(got, want.apart(x, ids))
+
+
+def test_experts_of_no_whole_blocks_are_not_rounded_and_that_is_reported(caplog):
+    experts = experts_of(2, 40, 24, torch.float32)
+    x, (ids, weights) = random(3, 40, seed=3), routed(3, 2, 1)
+    packed = triton_experts.GroupedExperts(experts, torch.float32, WHERE, "Q8_0")
+    close(packed(x, ids, weights), in_double(experts, x, ids, weights), torch.float32)
+    assert "stay as they are" in caplog.text

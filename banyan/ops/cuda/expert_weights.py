@@ -17,11 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from banyan.base.log import logger
 from banyan.ops import blocks
 from banyan.ops.blocks import BLOCK
 from banyan.ops.cuda.products import BLOCK_TYPES, OUTPUTS_STEP
+from banyan.ops.rounding import to_blocks, to_fp8
 from banyan.ops.stored import E4M3, NVFP4, STORAGE_TYPES, StoredWeight
 
+FP8 = "fp8"
+LEAST_CAPABILITY = (8, 9)
+"""Lowest compute capability that converts 8-bit floats."""
+_log = logger(__name__)
 _SIDE = 128
 """Outputs that share a factor in blocks of 128 × 128."""
 _MOST_BYTES = 128
@@ -171,27 +177,22 @@ class PackedProjection:
 
 
 def pack_projection(
-    weights: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device, sides: int = 1
+    weights: Sequence[StoredWeight],
+    dtype: torch.dtype,
+    device: torch.device,
+    sides: int = 1,
+    rounding: str = "",
 ) -> PackedProjection:
     """Pack the weights [out, in] of all experts, one after another.
 
     Args:
         sides: 2 = rows are gates and ups in turns.
+        rounding: storage type, or FP8, that floats are rounded to; "" = they are not.
     """
+    kind = _kind_of(weights, rounding)
+    if kind is None or not _can_read(kind, device):
+        return _floats(weights, dtype, device)
     outputs, inputs = weights[0].shape
-    types = {weight.type for weight in weights}
-    kind = NUMBER_TYPES.get(next(iter(types))) if len(types) == 1 else None
-    if kind is None:
-        chunk = _MOST_BYTES // dtype.itemsize
-        while chunk > 16 and (inputs + chunk - 1) // chunk * chunk >= inputs + chunk // 2:
-            chunk //= 2
-        steps = -(-inputs // chunk)
-        shape = (len(weights), steps, _filled(outputs), chunk)
-        numbers = torch.zeros(shape, dtype=dtype, device=device)
-        for at, weight in enumerate(weights):
-            values = pad(weight.dense.to(device, dtype), (0, steps * chunk - inputs))
-            numbers[at, :, :outputs] = values.view(outputs, steps, chunk).transpose(0, 1)
-        return PackedProjection(None, outputs, inputs, chunk, numbers)
     taken = [kind.take(replace(weight, raw=weight.raw.to(device))) for weight in weights]
     factors = [part for one in taken for part in (one.scale, one.minimum) if part is not None]
     group = _group(inputs, kind.shared, factors)
@@ -221,6 +222,64 @@ def pack_projection(
         group // chunk,
         shared,
     )
+
+
+def _kind_of(weights: Sequence[StoredWeight], rounding: str) -> NumberType | None:
+    """None = floats."""
+    types = {weight.type for weight in weights}
+    if rounding and all(STORAGE_TYPES[type].is_float for type in types):
+        shape = weights[0].shape
+        if shape[1] % BLOCK == 0:
+            return _ROUNDED if rounding == FP8 else _rounded_to(rounding)
+        _log.warning(
+            "%d experts %s stay as they are: their inputs are no whole blocks of %d",
+            len(weights),
+            list(shape),
+            BLOCK,
+        )
+    return NUMBER_TYPES.get(next(iter(types))) if len(types) == 1 else None
+
+
+def _can_read(kind: NumberType, device: torch.device) -> bool:
+    """Whether the device has instructions for the kind's numbers and factors."""
+    if device.type != "cuda" or _FP8 not in (kind.of_numbers, kind.of_scales):
+        return True
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+def _to_e4m3(weight: StoredWeight) -> Matrix:
+    numbers, scale = to_fp8(weight.dense.float(), torch.float32)
+    blocks_of_row = weight.shape[1] // BLOCK
+    return Matrix(numbers.view(torch.uint8), scale.expand(-1, blocks_of_row).contiguous())
+
+
+_ROUNDED = NumberType("e4m3", 0, BLOCK, _to_e4m3, _FP8, rounds=True)
+
+
+def _rounded_to(type: str) -> NumberType:
+    kind = NUMBER_TYPES[type]
+
+    def take(weight: StoredWeight) -> Matrix:
+        raw = to_blocks(weight.dense.float(), type)
+        return kind.take(StoredWeight(type, weight.shape, raw))
+
+    return replace(kind, take=take)
+
+
+def _floats(
+    weights: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device
+) -> PackedProjection:
+    outputs, inputs = weights[0].shape
+    chunk = _MOST_BYTES // dtype.itemsize
+    while chunk > 16 and -(-inputs // chunk) * chunk >= inputs + chunk // 2:
+        chunk //= 2
+    steps = -(-inputs // chunk)
+    shape = (len(weights), steps, _filled(outputs), chunk)
+    numbers = torch.zeros(shape, dtype=dtype, device=device)
+    for at, weight in enumerate(weights):
+        values = pad(weight.dense.to(device, dtype), (0, steps * chunk - inputs))
+        numbers[at, :, :outputs] = values.view(outputs, steps, chunk).transpose(0, 1)
+    return PackedProjection(None, outputs, inputs, chunk, numbers)
 
 
 def pad_outputs(factors: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from banyan.ops.bind import Kernel
 from banyan.ops.cuda import products
 from banyan.ops.cuda.expert_weights import PackedProjection, pack_projection, pad_outputs
-from banyan.ops.cuda.needs import declines, power_of_two
+from banyan.ops.cuda.needs import QUANTIZATIONS, CudaToolkit, declines, power_of_two
 from banyan.ops.experts_api import PackedExperts, StoredExperts
 from banyan.ops.lora import ExpertSides
 from banyan.ops.stored import StoredWeight
@@ -101,13 +101,22 @@ class GroupedExperts:
     """gate_up: gates and ups in turns, or without gates the ups. Biases are fp32.
 
     tiles, tiles_of_one, rows: choose the sizes of the products.
+
+    Args:
+        rounding: as for `pack_projection`.
     """
 
     tiles: Callable[[int, PackedProjection], Tiles] = staticmethod(tiles_for)
     tiles_of_one: Callable[[PackedProjection], Tiles] = staticmethod(tiles_of_one)
     rows: Callable[[int, int, torch.dtype], int] = staticmethod(rows_for)
 
-    def __init__(self, experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        experts: StoredExperts,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: str = "",
+    ) -> None:
         self.first, self.count = experts.first, len(experts.down)
         self.is_whole = experts.first == 0 and self.count == (experts.total or self.count)
         self.gate = _GATES.get(experts.activation, "relu2")
@@ -118,8 +127,8 @@ class GroupedExperts:
         inner = experts.up
         if experts.gate:
             inner = [_in_turns(*pair) for pair in zip(experts.gate, experts.up, strict=True)]
-        self.gate_up = pack_projection(inner, dtype, device, sides)
-        self.down = pack_projection(experts.down, dtype, device)
+        self.gate_up = pack_projection(inner, dtype, device, sides, rounding)
+        self.down = pack_projection(experts.down, dtype, device, rounding=rounding)
         self.biases: tuple[Tensor, Tensor] | None = None
         if experts.biases is not None:
             gate, up, down = (part.to(device, torch.float32) for part in experts.biases)
@@ -134,7 +143,9 @@ class GroupedExperts:
         ids, (tokens, per_token) = ids.contiguous(), ids.shape
         out = x.new_empty(tokens, x.shape[1])
         if tokens == 1:
-            middle = self._inner(x, ids, Ordered((ids,) * 5, ids.numel(), per_token, True), LEAST_ROWS)
+            middle = self._inner(
+                x, ids, Ordered((ids,) * 5, ids.numel(), per_token, True), LEAST_ROWS
+            )
             self._outer_of_one(middle, ids, weights.contiguous(), out)
             return out
         pairs = x.new_empty(tokens * per_token, x.shape[1])
@@ -414,9 +425,16 @@ def _combine_experts(x: Tensor, ids: Tensor, weights: Tensor, home: int) -> Tens
     return out
 
 
-def _pack(experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> PackedExperts:
-    return GroupedExperts(experts, dtype, device)
+def packer(toolkit: object) -> Callable[..., PackedExperts]:
+    """Function that packs experts, and rounds those of floats if the toolkit says so."""
+    wanted = toolkit.quantization if isinstance(toolkit, CudaToolkit) else ""
+    rounding = QUANTIZATIONS.get(wanted, wanted)
+
+    def pack(experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> PackedExperts:
+        return GroupedExperts(experts, dtype, device, rounding)
+
+    return pack
 
 
-experts = Kernel(supports=declines, run=_pack)
+experts = Kernel(supports=declines, make=packer)
 combine_experts = Kernel(supports=declines, run=_combine_experts)
