@@ -23,7 +23,13 @@ from banyan.models.weights.quant.fp4 import from_mxfp4
 from banyan.models.weights.quant.fp8 import Fp8
 from banyan.ops import blocks, reference, rounding
 from banyan.ops.cuda.expert_weights import PackedProjection
-from banyan.ops.cuda.triton_experts import GroupedExperts, Tiles, rows_for, tiles_for, tiles_of_one
+from banyan.ops.cuda.triton_experts import (
+    GroupedExperts,
+    ExpertTiles,
+    rows_for,
+    tiles_for,
+    tiles_of_one,
+)
 from banyan.ops.experts_api import StoredExperts
 from banyan.ops.stored import NVFP4, StoredWeight
 
@@ -31,9 +37,10 @@ LAYERS = 4
 REPEATS = 7
 SECONDS = 38.0
 """After which nothing more is measured."""
-MOST_ERROR = {"fp8 rounded": 8e-2}
-FLOAT_ERROR = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
-"""Relative errors of all outputs together, by form or by activations."""
+MOST_ERROR = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
+"""Relative error of all outputs together."""
+ROUNDED_ERROR = {torch.bfloat16: 6e-2, torch.float16: 1.2e-1}
+"""Of activations that are rounded; the interpreter rounds 8-bit floats wrongly."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +142,15 @@ def check(form: str, device: torch.device, is_small: bool) -> tuple[int, str]:
         got = layer(x, ids, weights)
         error = float((got.double() - want).norm() / want.norm())
         is_same = torch.equal(got, layer(x, ids, weights))
-        is_right = error <= MOST_ERROR.get(form, FLOAT_ERROR[dtype]) and is_same
+        most = (ROUNDED_ERROR if form == "fp8 rounded" else MOST_ERROR)[dtype]
+        is_right = error <= most and is_same
         failed += not is_right
         state = "ok" if is_right else "WRONG"
         lines.append(f"{form}, {rows} rows: error {error:.1e}, bits again {is_same}: {state}")
     return failed, "\n".join(lines)
 
 
-def candidates(rows: int, projection: PackedProjection) -> Iterator[Tiles]:
+def candidates(rows: int, projection: PackedProjection) -> Iterator[ExpertTiles]:
     """Sizes to be tried for blocks of `rows`; the chosen ones first."""
     mine = tiles_for(rows, projection)
     yield mine
@@ -154,7 +162,7 @@ def candidates(rows: int, projection: PackedProjection) -> Iterator[Tiles]:
     yield replace(mine, rows=64, columns=128, stages=4, warps=4)
 
 
-def of_one(projection: PackedProjection) -> Iterator[Tiles]:
+def of_one(projection: PackedProjection) -> Iterator[ExpertTiles]:
     mine = tiles_of_one(projection)
     yield mine
     yield replace(mine, columns=32)
@@ -221,14 +229,14 @@ def _seconds(work: Callable[[], object]) -> float:
     return statistics.median(took[1:])
 
 
-def with_tiles(layer: GroupedExperts, tiles: Tiles | None, one: Tiles | None) -> None:
+def with_tiles(layer: GroupedExperts, tiles: ExpertTiles | None, one: ExpertTiles | None) -> None:
     """Set the sizes of a layer; None = those that it chooses itself."""
     layer.tiles = tiles_for if tiles is None else lambda rows, projection: tiles
     layer.tiles_of_one = tiles_of_one if one is None else lambda projection: one
     layer.rows = rows_for if tiles is None else lambda *_: tiles.rows
 
 
-def compile_one(form: str, rows: int, tiles: Tiles | None, one: Tiles | None) -> str:
+def compile_one(form: str, rows: int, tiles: ExpertTiles | None, one: ExpertTiles | None) -> str:
     """Compile what a timing launches, into the cache on disk. Returns what failed."""
     shape = replace(QWEN, experts=16)
     device = torch.device("cuda")
@@ -293,7 +301,9 @@ def _projection(form: str) -> PackedProjection:
     return replace(layer.down, numbers=bf16) if form == "bf16" else layer.down
 
 
-def _tried(options: argparse.Namespace) -> Iterator[tuple[str, int, Tiles | None, Tiles | None]]:
+def _tried(
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, int, ExpertTiles | None, ExpertTiles | None]]:
     for form in options.forms:
         projection = _chunked(form)
         for one in of_one(projection):
@@ -334,7 +344,7 @@ def _report(
     if rows not in (1, 32, 2048):
         return
     found = [(took, "chosen")]
-    ways: list[tuple[Tiles | None, Tiles | None]] = [
+    ways: list[tuple[ExpertTiles | None, ExpertTiles | None]] = [
         (t, None) for t in candidates(block, projection)
     ]
     if rows == 1:

@@ -328,7 +328,8 @@ def _factors(factors: list[Tensor], count: int, shared: int, sides: int) -> Tens
         found = found.unflatten(1, (-1, shared, sides))[:, :, 0].flatten(1, 2)
     if found.dtype == torch.float32 and bool((found.half().float() == found).all()):
         found = found.half()
-    return pad_outputs(found.transpose(1, 2)).contiguous()
+    found = found.transpose(1, 2)
+    return (found if shared > 1 else pad_outputs(found)).contiguous()
 
 
 def _laid(numbers: Tensor, chunk: int, is_paired: bool) -> Tensor:

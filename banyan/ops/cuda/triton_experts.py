@@ -28,7 +28,7 @@ _ANY = 1 << 62
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ExpertTiles:
     """Sizes of a product.
 
     Attributes:
@@ -48,28 +48,28 @@ _IN_FLIGHT = 24 << 10
 """Bytes of weights that a program of few rows loads ahead."""
 
 
-def tiles_for(rows: int, projection: PackedProjection) -> Tiles:
+def tiles_for(rows: int, projection: PackedProjection) -> ExpertTiles:
     """Sizes for blocks of `rows` (`rows_for`)."""
     if rows <= LEAST_ROWS:
         return _of_few_rows(rows, 64, projection)
     if projection.numbers.dtype == torch.float32:
-        return Tiles(rows, 64, 4, 2)
+        return ExpertTiles(rows, 64, 4, 2)
     is_large = rows > 64
     if projection.type is not None and not projection.rounds:
-        return Tiles(rows, 128, 8, 3, is_turned=True)
+        return ExpertTiles(rows, 128, 8, 3, is_turned=True)
     columns = 256 if is_large and not projection.rounds else 128
-    return Tiles(rows, columns, 8 if is_large else 4, 4)
+    return ExpertTiles(rows, columns, 8 if is_large else 4, 4)
 
 
-def tiles_of_one(projection: PackedProjection) -> Tiles:
+def tiles_of_one(projection: PackedProjection) -> ExpertTiles:
     """Sizes for the second products of a single token; a model's outputs should be about as many
     programs as there are multiprocessors."""
     return _of_few_rows(LEAST_ROWS, 16, projection)
 
 
-def _of_few_rows(rows: int, columns: int, projection: PackedProjection) -> Tiles:
+def _of_few_rows(rows: int, columns: int, projection: PackedProjection) -> ExpertTiles:
     step = columns * projection.chunk * projection.numbers.itemsize
-    return Tiles(rows, columns, 4, max(3, min(10, 1 + _IN_FLIGHT // step)))
+    return ExpertTiles(rows, columns, 4, max(3, min(10, 1 + _IN_FLIGHT // step)))
 
 
 def rows_for(pairs: int, experts: int, dtype: torch.dtype) -> int:
@@ -106,8 +106,8 @@ class GroupedExperts:
         rounding: as for `pack_projection`.
     """
 
-    tiles: Callable[[int, PackedProjection], Tiles] = staticmethod(tiles_for)
-    tiles_of_one: Callable[[PackedProjection], Tiles] = staticmethod(tiles_of_one)
+    tiles: Callable[[int, PackedProjection], ExpertTiles] = staticmethod(tiles_for)
+    tiles_of_one: Callable[[PackedProjection], ExpertTiles] = staticmethod(tiles_of_one)
     rows: Callable[[int, int, torch.dtype], int] = staticmethod(rows_for)
 
     def __init__(
@@ -360,7 +360,8 @@ which the number is then too small."""
 
 
 def four_bit_floats(dtype: torch.dtype) -> str:
-    """PTX: the low ($0, $1) and high ($2, $3) nibbles of four bytes ($4), 4-bit floats, as halves."""
+    """PTX: the low ($0, $1) and high ($2, $3) nibbles of four bytes ($4), 4-bit floats, as
+    halves."""
     if dtype not in _FLOAT_BITS:
         return ""
     pair, place, mask, power = _FLOAT_BITS[dtype]
@@ -426,7 +427,7 @@ def _combine_experts(x: Tensor, ids: Tensor, weights: Tensor, home: int) -> Tens
 
 
 def packer(toolkit: object) -> Callable[..., PackedExperts]:
-    """Function that packs experts, and rounds those of floats if the toolkit says so."""
+    """Function that packs experts, and rounds float experts if the toolkit says so."""
     wanted = toolkit.quantization if isinstance(toolkit, CudaToolkit) else ""
     rounding = QUANTIZATIONS.get(wanted, wanted)
 
