@@ -1,18 +1,24 @@
 """The Triton kernels compiled for an H100, which needs no device: the interpreter takes what the
 compiler refuses. Needs the package triton (`make test-cuda`)."""
 
+import os
+import subprocess
+import tempfile
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+import torch
 
+from banyan.ops.cuda import fp8, products
 from tests.ops.triton_device import IS_INTERPRETED
 
 triton = pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("TRITON_INTERPRET is set", allow_module_level=True)
-kernels, adapter_kernels, attention_kernels, latent_kernels, sampling_kernels = (
+kernels, lora_kernels, attention_kernels, latent_kernels, sampling_kernels = (
     import_module(f"banyan.ops.cuda.{name}kernels")
-    for name in ("", "adapter_", "attention_", "latent_", "sampling_")
+    for name in ("", "lora_", "attention_", "latent_", "sampling_")
 )
 H100 = import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
 MOST_SHARED = 232_448
@@ -60,6 +66,87 @@ def test_writing_of_pages(pages, most):
     compiled(kernels.write_pages, tensors, sizes, num_warps=1)
 
 
+PRODUCTS = import_module("banyan.ops.cuda.product_kernels")
+ALIGNED = ("inputs", "outputs", "filled", "x_row")
+"""Sizes that are multiples of 16, as all addresses are."""
+
+
+def compiled_product(
+    kernel, pointers: dict[str, str], constants: dict[str, object], shape: products.Shape
+) -> str:
+    """The PTX of a product. It has asynchronous matrix products, which ptxas does not run one at a
+    time, and keeps everything in registers."""
+    types, names = pointers | dict.fromkeys(constants, "constexpr"), kernel.arg_names
+    aligned = (name for name in names if types.get(name, "")[:1] == "*" or name in ALIGNED)
+    constants = constants | {"ROWS": shape.rows, "OUTPUTS": shape.outputs}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    made = triton.compile(source, target=H100, options=options)
+    assert made.metadata.shared <= MOST_SHARED
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        command = [str(tool), "-v", "-arch=sm_90a", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert " 0 bytes spill stores" in said and "serialized" not in said
+    assert "wgmma.mma_async" in made.asm["ptx"]
+    return made.asm["ptx"]
+
+
+@pytest.mark.parametrize("rows", [65, 129])
+@pytest.mark.parametrize(("bits", "chunk"), [(4, 64), (4, 32), (8, 32)])
+@pytest.mark.parametrize("has_minima", [False, True])
+def test_products_with_integers_for_many_rows(bits, chunk, has_minima, rows):
+    numbers = torch.empty(2, 256, chunk, dtype=torch.uint8)
+    scales = torch.empty(1, 256)
+    packed = products.PackedNumbers(bits, 8, 256, 4096, 128, numbers, scales, None)
+    tensors = {"x": HALF, "numbers": "*u8" if bits == 4 else "*i8", "out": HALF, "bias": HALF}
+    tensors |= {"scales": "*fp16", "minima": "*fp16", "units": FLOAT}
+    fast = products.nibbles(torch.bfloat16, 8) if bits == 4 else products.octets(torch.bfloat16)
+    sizes = {"BITS": bits, "BASE": 8, "HAS_MINIMA": has_minima, "HAS_UNITS": False}
+    sizes |= {"HAS_BIAS": True, "CHUNK": chunk, "ASSEMBLY": fast}
+    sizes["SCALING"] = products.scaling(has_minima)
+    ptx = compiled_product(PRODUCTS.multiply_many, tensors, sizes, products.shape_of(rows, packed))
+    assert "fma.rn.bf16x2" in ptx
+
+
+@pytest.mark.parametrize("rows", [1, 20, 50, 100])
+@pytest.mark.parametrize("is_grouped", [False, True])
+@pytest.mark.parametrize("how", ["exact", "rounding", "rounded"])
+def test_products_with_8_bit_floats(how, is_grouped, rows):
+    if how == "rounding" and rows > fp8.FEW_ROWS:
+        return
+    numbers, groups = torch.empty(256, 1).to(torch.float8_e4m3fn), 32 if is_grouped else 1
+    packed = fp8.PackedFloats(256, 4096, 128, 1, numbers, torch.empty(groups, 256))
+    tensors = {"x": EIGHT if how == "rounded" else HALF, "x_scales": FLOAT, "scales": FLOAT}
+    tensors |= {"numbers": "*u8" if how == "exact" else EIGHT, "bias": HALF, "out": HALF}
+    sizes = {"HOW": how, "IS_GROUPED": is_grouped, "SHARED": 128 if is_grouped else 1}
+    sizes |= {"X_IS_GROUPED": is_grouped and how == "rounded", "HAS_BIAS": True, "IS_EVEN": True}
+    sizes |= {"STEP": 128, "MOST": 448.0}
+    sizes["ASSEMBLY"] = fp8.conversion(torch.bfloat16) if how == "exact" else ""
+    shape = fp8.shape_of(rows, packed, is_exact=how == "exact")
+    ptx = compiled_product(PRODUCTS.multiply_floats, tensors, sizes, shape)
+    assert ("e4m3.e4m3" in ptx) == (how != "exact")
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_rounding_of_rows(group):
+    tensors = {"x": HALF, "numbers": EIGHT, "scales": FLOAT}
+    sizes = {"GROUP": group, "BLOCK": 2048, "MOST": 448.0}
+    made = compiled(PRODUCTS.round_rows, tensors, sizes, num_warps=4)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]
+    weight = {"numbers": "*u8", "scales": FLOAT, "out": HALF}
+    sizes = {"SHARED": 128, "STEP": 128, "OUTPUTS": 32}
+    compiled(PRODUCTS.unpack_floats, weight, sizes, num_warps=4)
+
+
 @pytest.mark.parametrize("is_divided", [False, True])
 def test_attention_over_latents(is_divided):
     tensors = {"q": HALF, "q_turned": HALF, "latent_pages": HALF, "key_pages": HALF}
@@ -99,7 +186,7 @@ def test_adapters(type, ranks):
     tensors = dict.fromkeys(("x", "down", "up", "out"), type) | {"inner": FLOAT, "others": "*i1"}
     sizes = {"CAPACITY": 8, "ROWS": 16, "RANKS": ranks}
     down = sizes | {"CUT": 512, "STEP": 128}
-    compiled(adapter_kernels.go_down, tensors, down, num_warps=4)
+    compiled(lora_kernels.go_down, tensors, down, num_warps=4)
     for known in ({}, {"first_size": 1}):  # a constant of a launch
         up = sizes | {"COLUMNS": 128, "AT_ONCE": 8} | known
-        compiled(adapter_kernels.go_up, tensors, up, num_warps=4)
+        compiled(lora_kernels.go_up, tensors, up, num_warps=4)

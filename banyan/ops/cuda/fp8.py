@@ -272,7 +272,7 @@ class FloatLinear:
         self._rounds = rounds
         sizes = (weight.outputs, weight.inputs)
         can_use_vendor = (
-            weight.numbers.device.type == "cuda"
+            _is_on_cuda(weight)
             and not weight.is_grouped
             and dtype == torch.bfloat16
             and not any(size % _VENDOR_STEP for size in sizes)
@@ -343,7 +343,11 @@ def conversion(dtype: torch.dtype) -> str:
 
 def assembly_for(weight: PackedFloats, dtype: torch.dtype) -> str:
     """PTX that converts a weight's numbers on its device; "" = the compiler generates it."""
-    return conversion(dtype) if weight.numbers.device.type == "cuda" else ""
+    return conversion(dtype) if _is_on_cuda(weight) else ""
+
+
+def _is_on_cuda(weight: PackedFloats) -> bool:
+    return weight.numbers.device.type == "cuda"
 
 
 def _is_too_old(device: torch.device) -> bool:

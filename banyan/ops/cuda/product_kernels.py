@@ -179,7 +179,9 @@ def _multiply_many(
     high_scale, high_low = factors_of(
         scales, minima, (first + 1) * CHUNKS - 1, last, per_group, filled, n, HAS_MINIMA
     )  # fmt: skip
-    for step in range(first, tl.minimum(first + per_part, steps)):
+    end = tl.minimum(first + per_part, steps)
+    tl.assume(first < end)  # or the compiler runs asynchronous products one at a time
+    for step in range(first, end):
         codes = tl.load(numbers + step * size + inside)
         chunk = step * CHUNKS
         is_input = is_row[:, None] & (chunk * CHUNK + k < inputs)[None, :]
@@ -330,7 +332,9 @@ def _multiply_floats(
     HAS_UNITS: tl.constexpr = HOW == "rounding" or X_IS_GROUPED
     IS_UNIFORM: tl.constexpr = SHARED % OUTPUTS == 0
     first = part * per_part
-    for step in range(first, tl.minimum(first + per_part, steps)):
+    end = tl.minimum(first + per_part, steps)
+    tl.assume(first < end)  # or the compiler runs asynchronous products one at a time
+    for step in range(first, end):
         start = step * STEP
         if IS_EVEN:
             values = tl.load(x_at + start, mask=is_row[:, None], other=0.0)
@@ -361,8 +365,8 @@ def _multiply_floats(
             total += tl.dot(w, tl.trans(values), input_precision="ieee") * scale
         elif HOW == "exact":
             total = tl.dot(w, tl.trans(values), total, input_precision="ieee")
-        else:
-            total = tl.dot(w, tl.trans(values), total, max_num_imprecise_acc=STEP)
+        else:  # sums of 8-bit products have few bits within the tensor core
+            total += tl.dot(w, tl.trans(values))
     is_output = n < outputs
     if not IS_GROUPED:
         total *= tl.load(scales + n // SHARED)[:, None]
