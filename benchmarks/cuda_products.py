@@ -3,7 +3,7 @@ benchmarks.cuda_products
 
 For each form of weight and number of rows: the cuts of a sweep against float64, the fastest of
 them, the one that `ops/cuda` chooses, and torch's bf16 product. Weights are taken in turn, together
-larger than the device's cache, in a captured graph. A fraction is that of the bound: the bytes at
+larger than the device's cache, in a captured graph. A fraction is relative to the bound: the bytes at
 the speed of a copy, or the operations at the speed of torch's largest product of that type. With
 --device cpu --small the script tries itself in Triton's interpreter.
 """

@@ -37,7 +37,7 @@ class DeviceFacts:
         torch_sampler: torch can sample next to the device's own kernel.
         attention: the attention backend of this device alone; "" = none has its name.
         host_tier: None = its pages cannot lie in memory of the host as well.
-        rounds_to: methods of checkpoints that --quantization makes of float weights as well.
+        rounds_to: methods of checkpoints that --quantization applies to float weights too.
         chip: the chip of this machine in `config/flags/outcomes.tsv`; None = the device's name.
         is_here: whether this machine has such a device.
         variables: environment variables of its documents; Environment has their outcomes.
