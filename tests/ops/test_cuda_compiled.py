@@ -1,16 +1,10 @@
 """The Triton kernels compiled for an H100, which needs no device: the interpreter takes what the
 compiler refuses. Needs the package triton (`make test-cuda`)."""
 
-import os
-import subprocess
-import tempfile
 from importlib import import_module
-from pathlib import Path
 
 import pytest
-import torch
 
-from banyan.ops.cuda import fp8, products
 from tests.ops.triton_device import IS_INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -66,87 +60,6 @@ def test_writing_of_pages(pages, most):
     compiled(kernels.write_pages, tensors, sizes, num_warps=1)
 
 
-PRODUCTS = import_module("banyan.ops.cuda.product_kernels")
-ALIGNED = ("inputs", "outputs", "filled", "x_row")
-"""Sizes that are multiples of 16, as all addresses are."""
-
-
-def compiled_product(
-    kernel, pointers: dict[str, str], constants: dict[str, object], shape: products.Shape
-) -> str:
-    """The PTX of a product. It has asynchronous matrix products, which ptxas does not run one at a
-    time, and keeps everything in registers."""
-    types, names = pointers | dict.fromkeys(constants, "constexpr"), kernel.arg_names
-    aligned = (name for name in names if types.get(name, "")[:1] == "*" or name in ALIGNED)
-    constants = constants | {"ROWS": shape.rows, "OUTPUTS": shape.outputs}
-    types |= dict.fromkeys(constants, "constexpr")
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"num_warps": shape.warps, "num_stages": shape.stages}
-    made = triton.compile(source, target=H100, options=options)
-    assert made.metadata.shared <= MOST_SHARED
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(made.asm["ptx"])
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-        command = [str(tool), "-v", "-arch=sm_90a", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert " 0 bytes spill stores" in said and "serialized" not in said
-    assert "wgmma.mma_async" in made.asm["ptx"]
-    return made.asm["ptx"]
-
-
-@pytest.mark.parametrize("rows", [65, 129])
-@pytest.mark.parametrize(("bits", "chunk"), [(4, 64), (4, 32), (8, 32)])
-@pytest.mark.parametrize("has_minima", [False, True])
-def test_products_with_integers_for_many_rows(bits, chunk, has_minima, rows):
-    numbers = torch.empty(2, 256, chunk, dtype=torch.uint8)
-    scales = torch.empty(1, 256)
-    packed = products.PackedNumbers(bits, 8, 256, 4096, 128, numbers, scales, None)
-    tensors = {"x": HALF, "numbers": "*u8" if bits == 4 else "*i8", "out": HALF, "bias": HALF}
-    tensors |= {"scales": "*fp16", "minima": "*fp16", "units": FLOAT}
-    fast = products.nibbles(torch.bfloat16, 8) if bits == 4 else products.octets(torch.bfloat16)
-    sizes = {"BITS": bits, "BASE": 8, "HAS_MINIMA": has_minima, "HAS_UNITS": False}
-    sizes |= {"HAS_BIAS": True, "CHUNK": chunk, "ASSEMBLY": fast}
-    sizes["SCALING"] = products.scaling(has_minima)
-    ptx = compiled_product(PRODUCTS.multiply_many, tensors, sizes, products.shape_of(rows, packed))
-    assert "fma.rn.bf16x2" in ptx
-
-
-@pytest.mark.parametrize("rows", [1, 20, 50, 100])
-@pytest.mark.parametrize("is_grouped", [False, True])
-@pytest.mark.parametrize("how", ["exact", "rounding", "rounded"])
-def test_products_with_8_bit_floats(how, is_grouped, rows):
-    if how == "rounding" and rows > fp8.FEW_ROWS:
-        return
-    numbers, groups = torch.empty(256, 1).to(torch.float8_e4m3fn), 32 if is_grouped else 1
-    packed = fp8.PackedFloats(256, 4096, 128, 1, numbers, torch.empty(groups, 256))
-    tensors = {"x": EIGHT if how == "rounded" else HALF, "x_scales": FLOAT, "scales": FLOAT}
-    tensors |= {"numbers": "*u8" if how == "exact" else EIGHT, "bias": HALF, "out": HALF}
-    sizes = {"HOW": how, "IS_GROUPED": is_grouped, "SHARED": 128 if is_grouped else 1}
-    sizes |= {"X_IS_GROUPED": is_grouped and how == "rounded", "HAS_BIAS": True, "IS_EVEN": True}
-    sizes |= {"STEP": 128, "MOST": 448.0}
-    sizes["ASSEMBLY"] = fp8.conversion(torch.bfloat16) if how == "exact" else ""
-    shape = fp8.shape_of(rows, packed, is_exact=how == "exact")
-    ptx = compiled_product(PRODUCTS.multiply_floats, tensors, sizes, shape)
-    assert ("e4m3.e4m3" in ptx) == (how != "exact")
-
-
-@pytest.mark.parametrize("group", [0, 128])
-def test_rounding_of_rows(group):
-    tensors = {"x": HALF, "numbers": EIGHT, "scales": FLOAT}
-    sizes = {"GROUP": group, "BLOCK": 2048, "MOST": 448.0}
-    made = compiled(PRODUCTS.round_rows, tensors, sizes, num_warps=4)
-    assert "cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]
-    weight = {"numbers": "*u8", "scales": FLOAT, "out": HALF}
-    sizes = {"SHARED": 128, "STEP": 128, "OUTPUTS": 32}
-    compiled(PRODUCTS.unpack_floats, weight, sizes, num_warps=4)
-
-
 @pytest.mark.parametrize("is_divided", [False, True])
 def test_attention_over_latents(is_divided):
     tensors = {"q": HALF, "q_turned": HALF, "latent_pages": HALF, "key_pages": HALF}
@@ -190,3 +103,48 @@ def test_adapters(type, ranks):
     for known in ({}, {"first_size": 1}):  # a constant of a launch
         up = sizes | {"COLUMNS": 128, "AT_ONCE": 8} | known
         compiled(lora_kernels.go_up, tensors, up, num_warps=4)
+
+
+STATES = import_module("banyan.ops.cuda.state_kernels")
+ROWS = {"pages": INT, "row_starts": INT, "context_lengths": INT}
+
+
+@pytest.mark.parametrize(("key_dim", "by_key"), [(128, False), (128, True), (256, False)])
+def test_a_scan_keeps_its_state_in_registers(key_dim, by_key):
+    tensors = dict.fromkeys(("q", "k", "v", "strength", "out"), HALF)
+    tensors |= dict.fromkeys(("kept", "skip", "states"), FLOAT) | ROWS
+    for has_delta in (False, True):
+        sizes = {"HAS_DELTA": has_delta, "HAS_SKIP": not has_delta, "BY_KEY": by_key}
+        sizes |= {"KEYS": key_dim, "VALUES": 1024 // key_dim}
+        made = compiled(STATES.scan_rows, tensors, sizes, num_warps=1)
+        assert ".local" not in made.asm["ptx"]
+
+
+def test_other_ops_on_states():
+    tensors = dict.fromkeys(("q", "k", "v", "out"), HALF) | ROWS
+    tensors |= dict.fromkeys(("step", "rate", "skip", "states"), FLOAT)
+    compiled(STATES.scan_channels, tensors, {"KEYS": 16, "CHANNELS": 64}, num_warps=1)
+    tensors = {"x": HALF, "out": HALF, "weight": FLOAT, "bias": FLOAT, "last_inputs": FLOAT} | ROWS
+    kept = {"TAPS": 4, "KEPT": 4, "CHANNELS": 128}
+    for is_whole in (False, True):
+        sizes = {"HAS_BIAS": True, "HAS_SILU": True, "IS_WHOLE": is_whole, **kept}
+        sizes |= {"TOKENS": 1 if is_whole else 32}
+        compiled(STATES.convolve, tensors, sizes, num_warps=1 if is_whole else 4)
+    compiled(STATES.shift_inputs, {"x": HALF, "last_inputs": FLOAT} | ROWS, kept, num_warps=1)
+    gates = {"x": HALF, "gate": HALF, "out": HALF}
+    for curve in range(4):
+        compiled(STATES.gate_rows, gates, {"CURVE": curve, "BLOCK": 1024}, num_warps=4)
+    decay = {"x": HALF, "low": "fp32", "high": "fp32"}
+    decay |= dict.fromkeys(("bias", "rate", "step", "kept"), FLOAT)
+    compiled(STATES.decay, decay, {"BLOCK": 32}, num_warps=1)
+
+
+def test_an_indexer_multiplies_on_tensor_cores():
+    tensors = dict.fromkeys(("q", "q_turned", "weights", "key_pages", "turned_pages"), HALF)
+    tensors |= {"page_tables": INT, "row_starts": INT, "context_lengths": INT, "scores": FLOAT}
+    sizes = {"PAGE": 64, "BLOCK_D": 64, "BLOCK_T": 64, "HEADS": 64, "KEYS": 128}
+    sizes |= {"PRECISION": "tf32"}
+    made = compiled(latent_kernels.score_positions, tensors, sizes, num_warps=4)
+    assert "wgmma" in made.asm["ptx"]
+    tensors = {"scores": FLOAT, "chosen": INT, "row_starts": INT, "context_lengths": INT}
+    compiled(latent_kernels.choose_best, tensors, {"TILE": 2048}, num_warps=4)
