@@ -3,8 +3,8 @@ benchmarks.cuda_products
 
 For each form of weight and number of rows: the cuts of a sweep against float64, the fastest of
 them, the one that `ops/cuda` chooses, and torch's bf16 product. Weights are taken in turn, together
-larger than the device's cache, in a captured graph. A fraction is relative to the bound: the bytes at
-the speed of a copy, or the operations at the speed of torch's largest product of that type. With
+larger than the device's cache, in a captured graph. A fraction is relative to the bound: the bytes
+at the speed of a copy, or the operations at the speed of torch's largest product of that type. With
 --device cpu --small the script tries itself in Triton's interpreter.
 """
 
@@ -68,6 +68,9 @@ class Candidate:
     name: str
     run: Callable[[Tensor, Weight, Shape], Tensor]
     shape: Shape | None = None
+
+    def with_cut(self, cut: Shape) -> Run:
+        return lambda x, weight: self.run(x, weight, cut)
 
     def cuts(self, rows: int, outputs: int, inputs: int) -> list[Shape]:
         if self.shape is None:
@@ -134,11 +137,11 @@ def _vendor_blocks(x: Tensor, weight: Weight, shape: Shape) -> Tensor:
     """Blocks of 128 × 128 by the vendor's library, which newer ones can."""
     assert isinstance(weight, PackedFloats)
     numbers, scales = fp8.round_rows(x, 128)
-    return torch._scaled_mm(
+    return torch.ops.aten._scaled_mm(
         numbers,
         weight.numbers.t(),
-        scale_a=scales.t(),
-        scale_b=weight.scales.t().contiguous().t(),  # the inputs' blocks adjacent
+        scales.t(),
+        weight.scales.t().contiguous().t(),  # the inputs' blocks adjacent
         out_dtype=torch.bfloat16,
     )
 
@@ -374,7 +377,7 @@ def sweep(
         if (name, rows, at) in lost:
             continue
         for cut in candidate.cuts(rows, first.outputs, first.inputs):
-            took = microseconds(partial(candidate.run, shape=cut), x, weights)
+            took = microseconds(candidate.with_cut(cut), x, weights)
             text = f"{cut.rows}/{cut.outputs} warps {cut.warps} stages {cut.stages}"
             kind = " weights rounded" if cut.rounds else "" if cut.is_turned else " not turned"
             parts = f" {text} parts {cut.parts}{kind}" if candidate.shape is not None else ""

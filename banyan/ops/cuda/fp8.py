@@ -308,11 +308,11 @@ def vendor_product(
         numbers, scales: of `round_rows`, without groups.
         fast: sums of fewer bits within the product.
     """
-    return torch._scaled_mm(  # torch's name: it is used by torchao and others
+    return torch.ops.aten._scaled_mm(
         numbers,
         weight.numbers[: weight.outputs].t(),
-        scale_a=scales[:, None],
-        scale_b=weight.scales[:, : weight.outputs],
+        scales[:, None],
+        weight.scales[:, : weight.outputs],
         bias=bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
