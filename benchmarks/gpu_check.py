@@ -53,6 +53,7 @@ ON_CPU = "--device cpu --small"
 PARTS = {
     "kernels": Part(_tests("kernels", "adapters", "latent"), 120),
     "product kernels": Part(_tests("products", "experts"), 120),
+    "state kernels": Part(_tests("state", "families"), 120),
     "tokens": Part(f"{CHECK} --parts tokens", 150, ON_CPU),
     "families": Part(FAMILIES, 120, ON_CPU),
     "pages": Part(f"{CHECK} --parts pages", 120, ON_CPU),
@@ -63,6 +64,7 @@ PARTS = {
     "attention": Part(f"{ATTENTION} --parts check", 120, ON_CPU),
     "attention speed": Part(f"{ATTENTION} --parts speed", 90, ON_CPU, is_timed=True),
     "attention on hopper": Part(f"{ATTENTION} --parts hopper", 60, ON_CPU, is_timed=True),
+    "graphs": Part("-m benchmarks.cuda_graphs", 120, ON_CPU, is_timed=True),
     "prompts": Part(f"{SERVING} --parts prompts", 90, ON_CPU, is_timed=True),
     "serving": Part(f"{SERVING} --parts serving", 120, ON_CPU, is_timed=True),
 }

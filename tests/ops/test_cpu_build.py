@@ -130,9 +130,9 @@ def test_code_that_fails_its_check_is_replaced_by_that_of_lower_instructions(mon
             closed.append(self.isa)
 
     closed = []
-    told = logging.getLogger("banyan.ops.cpu")
-    monkeypatch.setattr(told, "handlers", [caplog.handler])
-    monkeypatch.setattr(told, "propagate", False)
+    log = logging.getLogger("banyan.ops.cpu")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
     monkeypatch.setattr("banyan.ops.cpu.library.Library", Stub)
     monkeypatch.setattr("banyan.ops.cpu.build.cached_library", lambda compiler, isa: isa)
 
@@ -291,10 +291,12 @@ def test_progress_is_counted_and_the_work_is_gone_when_it_is_done(tmp_path, monk
     )
     monkeypatch.setattr("banyan.ops.cpu.build.compilers", lambda named: iter([quick]))
     path = cached_library(folder=tmp_path, isa="base")
-    told = capfd.readouterr().err
-    assert re.search(r"with sh, once: (\d+) files, about \d+ s on \d+ cores", told), told
-    assert re.search(r"compiling the CPU kernels: \d+ of \d+ files, about \d+ s left", told), told
-    assert "compiled the CPU kernels in" in told
+    output = capfd.readouterr().err
+    assert re.search(r"with sh, once: (\d+) files, about \d+ s on \d+ cores", output), output
+    assert re.search(r"compiling the CPU kernels: \d+ of \d+ files, about \d+ s left", output), (
+        output
+    )
+    assert "compiled the CPU kernels in" in output
     assert sorted(each.name for each in path.parent.iterdir()) == [path.name, "lock"]
 
 

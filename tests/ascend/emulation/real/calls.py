@@ -36,8 +36,8 @@ class _Listening(TorchDispatchMode):
         if func.namespace == "npu":
             each = result if isinstance(result, (tuple, list)) else [result]
             each = [] if result is None else each
-            told = [f"{list(x.shape)} {x.dtype}" for x in each]
-            self.heard.append([func._schema.name, *told])
+            reported = [f"{list(x.shape)} {x.dtype}" for x in each]
+            self.heard.append([func._schema.name, *reported])
         return result
 
 
