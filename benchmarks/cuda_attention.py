@@ -20,7 +20,7 @@ from torch import Tensor
 
 from banyan.ops import reference
 from banyan.ops.cuda import triton_attention
-from banyan.ops.cuda.triton_attention import LOG2_E, MANY, MANY_APART, PROGRAMS, Call, Tiles
+from banyan.ops.cuda.triton_attention import LOG2_E, MANY, MANY_APART, PROGRAMS, PagedCall, Tiles
 from banyan.ops.pages import to_stored
 
 PARTS = ("check", "speed", "hopper")
@@ -95,7 +95,7 @@ ON_HOPPER = (
 )
 
 
-def case(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[Call, Tensor]:
+def case(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[PagedCall, Tensor]:
     """A call and its row_starts. What no row may see is no number."""
     torch.manual_seed(seed)
     counts = torch.tensor([count for _, count in shape.rows])
@@ -120,14 +120,14 @@ def case(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[
     if shape.has_ends:
         ends = torch.zeros(tokens, dtype=torch.int32, device=device)
         ends[10:90] = shape.rows[0][0] + 95
-    call = Call(
+    call = PagedCall(
         q, k_pages, v_pages, tables, contexts.to(device), torch.empty_like(q.contiguous()), sinks,
         (scale, shape.soft_cap, shape.unit), shape.window, ends,
     )  # fmt: skip
     return call, starts.to(device)
 
 
-def error_of(shape: Shape, call: Call, starts: Tensor) -> float:
+def error_of(shape: Shape, call: PagedCall, starts: Tensor) -> float:
     """The largest difference from float64; infinite where a result is no number."""
     k_pages, v_pages = (p if shape.kept else p.double() for p in (call.k_pages, call.v_pages))
     want = reference.paged_attention(
@@ -197,7 +197,7 @@ def time_prompt(
 
 
 def time_layers(
-    name: str, layers: list[Call], size: int, tiles: Tiles | None, busy: int, device: str
+    name: str, layers: list[PagedCall], size: int, tiles: Tiles | None, busy: int, device: str
 ) -> None:
     """Decoding in layers with pages of their own, which no cache keeps. size: bytes of K and V."""
 
@@ -305,7 +305,7 @@ def on_hopper(device: str) -> int:
 def without_triton() -> None:
     """Let the reference attend, to try this script where Triton is missing."""
 
-    def attend(call: Call, starts: Tensor) -> None:
+    def attend(call: PagedCall, starts: Tensor) -> None:
         scale, cap, unit = call.numbers
         call.out.copy_(
             reference.paged_attention(

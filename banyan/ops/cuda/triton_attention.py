@@ -71,7 +71,7 @@ def as_scales(pages: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Call:
+class PagedCall:
     """Arguments of both kernels; tensors as in `Ops.paged_attention`. scale: for logits as
     exponents of base 2, unless they are capped first."""
 
@@ -154,7 +154,7 @@ def _paged_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     scale = scale * unit if soft_cap else scale * unit * LOG2_E
     tensors = (q, k_pages, v_pages, page_tables, context_lengths, out, sinks)
-    call = Call(*tensors, (scale, soft_cap, unit), window, ends)
+    call = PagedCall(*tensors, (scale, soft_cap, unit), window, ends)
     if len(q) == len(context_lengths):
         attend_one(call)
     else:
@@ -162,7 +162,7 @@ def _paged_attention(
     return out
 
 
-def _tiles_for_many(call: Call) -> Tiles:
+def _tiles_for_many(call: PagedCall) -> Tiles:
     if call.q.dtype == torch.float32:
         return MANY_FLOAT
     size = 128 if call.q.shape[2] <= 128 else 256
@@ -171,7 +171,7 @@ def _tiles_for_many(call: Call) -> Tiles:
     return chosen if is_plain else MANY_APART[size]
 
 
-def attend_many(call: Call, row_starts: Tensor, chosen: Tiles | None = None) -> None:
+def attend_many(call: PagedCall, row_starts: Tensor, chosen: Tiles | None = None) -> None:
     """chosen: instead of those of the table."""
     from banyan.ops.cuda.attention_kernels import attend
 
@@ -203,7 +203,7 @@ def attend_many(call: Call, row_starts: Tensor, chosen: Tiles | None = None) -> 
     )
 
 
-def _attend_apart(call: Call, row_starts: Tensor, tiles: Tiles) -> None:
+def _attend_apart(call: PagedCall, row_starts: Tensor, tiles: Tiles) -> None:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -240,7 +240,7 @@ def _attend_apart(call: Call, row_starts: Tensor, tiles: Tiles) -> None:
     )
 
 
-def attend_one(call: Call, chosen: Tiles | None = None, busy: int = PROGRAMS) -> None:
+def attend_one(call: PagedCall, chosen: Tiles | None = None, busy: int = PROGRAMS) -> None:
     """chosen: instead of those of the table; busy: programs that keep the device busy."""
     from banyan.ops.cuda.attention_kernels import attend_rows, merge
 
