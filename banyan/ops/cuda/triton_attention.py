@@ -172,7 +172,7 @@ def _tiles_for_many(call: PagedCall) -> Tiles:
 
 
 def attend_many(call: PagedCall, row_starts: Tensor, chosen: Tiles | None = None) -> None:
-    """chosen: instead of those of the table."""
+    """chosen: instead of the default sizes."""
     from banyan.ops.cuda.attention_kernels import attend
 
     tiles = chosen or _tiles_for_many(call)
@@ -241,7 +241,7 @@ def _attend_apart(call: PagedCall, row_starts: Tensor, tiles: Tiles) -> None:
 
 
 def attend_one(call: PagedCall, chosen: Tiles | None = None, busy: int = PROGRAMS) -> None:
-    """chosen: instead of those of the table; busy: programs that keep the device busy."""
+    """chosen: instead of the default sizes; busy: programs that keep the device busy."""
     from banyan.ops.cuda.attention_kernels import attend_rows, merge
 
     (rows, heads, head_dim), (page_size, kv_heads) = call.q.shape, call.k_pages.shape[1:3]
