@@ -51,7 +51,7 @@ class Shape:
     """
     Attributes:
         rows: context and count of each row.
-        kept: type of the pages; None = that of the activations.
+        kept: type of the pages; None = as the activations.
         has_ends: some tokens see later ones.
     """
 
