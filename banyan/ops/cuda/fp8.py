@@ -27,7 +27,7 @@ from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.blocks import BLOCK
 from banyan.ops.cuda import products
 from banyan.ops.cuda.needs import FP8, TRITON, VENDOR, CudaToolkit, declines, power_of_two
-from banyan.ops.cuda.products import OUTPUTS_STEP, Shape
+from banyan.ops.cuda.products import OUTPUTS_STEP, Shape, fitted
 from banyan.ops.reference import DenseLinear
 from banyan.ops.rounding import FP8_MOST
 from banyan.ops.stored import E4M3, E4M3_DYNAMIC, STORAGE_TYPES, StoredWeight
@@ -286,16 +286,17 @@ class FloatLinear:
         if not self._rounds:
             if rows > products.UNPACK_ABOVE:
                 return functional.linear(x, unpacked(weight, x.dtype), bias)
-            shape = shape_of(rows, weight, is_exact=True)
+            shape = fitted(shape_of(rows, weight, is_exact=True), x.device)
             return product(x, weight, bias, shape, x.dtype, False, assembly=self._assembly)
         if rows <= self._few_rows:
-            return product(x, weight, bias, shape_of(rows, weight), x.dtype, True)
+            shape = fitted(shape_of(rows, weight), x.device)
+            return product(x, weight, bias, shape, x.dtype, True)
         if self._uses_vendor:
             numbers, scales = round_rows(x)
             return vendor_product(numbers, scales, weight, bias)
         group = min(weight.group, SIDE) if weight.is_grouped else 0
         numbers, scales = round_rows(x, group)
-        shape = shape_of(rows, weight)
+        shape = fitted(shape_of(rows, weight), x.device)
         return product(numbers, weight, bias, shape, x.dtype, True, scales)
 
 
