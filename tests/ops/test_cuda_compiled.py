@@ -103,3 +103,17 @@ def test_adapters(type, ranks):
     for known in ({}, {"first_size": 1}):  # a constant of a launch
         up = sizes | {"COLUMNS": 128, "AT_ONCE": 8} | known
         compiled(adapter_kernels.go_up, tensors, up, num_warps=4)
+
+
+@pytest.mark.parametrize("type", [HALF, FLOAT])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_sums_over_ranks(type, ranks):
+    sums = import_module("banyan.ops.cuda.all_reduce_kernels")
+    tensors = {"x": type, "buffers": LONG, "pads": LONG, "calls": LONG}
+    sizes = {"RANKS": ranks, "BLOCK_R": max(2, ranks), "BLOCK": 1024}
+    for kernel in (sums.reduce_at_once, sums.reduce_in_parts):
+        made = compiled(kernel, tensors, sizes, num_warps=4)
+        assert "atom.global.sys.release" in made.asm["ptx"], "the others see what was written"
+        assert "atom.global.sys.acquire" in made.asm["ptx"]
+    parts = {"parts": type, "out": type}
+    compiled(sums.add_parts, parts, {"RANKS": ranks, "BLOCK": 1024}, num_warps=4)
