@@ -12,7 +12,7 @@ if IS_INTERPRETED:
     pytest.skip("TRITON_INTERPRET is set", allow_module_level=True)
 kernels, adapter_kernels, attention_kernels, latent_kernels, sampling_kernels = (
     import_module(f"banyan.ops.cuda.{name}kernels")
-    for name in ("", "adapter_", "attention_", "latent_", "sampling_")
+    for name in ("", "lora_", "attention_", "latent_", "sampling_")
 )
 H100 = import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
 MOST_SHARED = 232_448

@@ -169,7 +169,9 @@ def open_runner(
     kinds = group_caches(model.caches)
     layouts = tuple(GroupLayout(kind.kind, kind.window, PAGE, 128) for kind in kinds)
     config = RunnerConfig(16, 120, layouts, max_tokens=max_tokens, shapes=CAPTURED * is_captured)
-    runner = ModelRunner(model, build, config, Elsewhere() if is_captured else None)
+    dp = groups.dp_batch
+    counts = () if dp is None else (dp.tokens, dp.outputs)
+    runner = ModelRunner(model, build, config, Elsewhere(counts) if is_captured else None)
     return runner, len(kinds)
 
 

@@ -146,8 +146,8 @@ def model_configs(tmp_path_factory: pytest.TempPathFactory) -> list[ModelConfig]
 
 @pytest.fixture(scope="module")
 def expected(model_configs: list[ModelConfig]) -> list[Answers]:
-    """Of one rank."""
-    return [answer(model_config) for model_config in model_configs]
+    """Of one rank, recorded and captured."""
+    return [answer(each, by=by) for by in ("shared", "nccl") for each in model_configs]
 
 
 @needs_compiler
@@ -155,19 +155,19 @@ def expected(model_configs: list[ModelConfig]) -> list[Answers]:
 def test_several_ranks_answer_as_one_does_and_company_changes_no_bit(
     size: int, model_configs: list[ModelConfig], expected: list[Answers], tmp_path: Path
 ):
-    assert all(one.how == "recorded" for one in expected)
+    hows = ["recorded"] * 3 + ["captured", "captured", "eager"]
+    assert [one.how for one in expected] == hows
     for rank, answers in enumerate(together(size, tmp_path, answer_all, model_configs)):
         assert isinstance(answers, list), answers
-        recorded, called, captured = answers[:3], answers[3:4], answers[4:]
-        assert [mine.how for mine in recorded] == ["recorded"] * len(expected)
-        assert [mine.how for mine in called] == ["eager"], "gloo's work cannot be recorded"
-        assert [mine.how for mine in captured] == ["captured", "captured", "eager"]
-        known = (*expected, expected[0], *expected)
-        for mine, one in zip(answers, known, strict=True):
-            assert mine.alone == mine.together or mine in captured
+        called = answers.pop(3)
+        assert called.how == "eager", "gloo's work cannot be recorded"
+        assert [mine.how for mine in answers] == hows
+        for mine, one in zip((*answers, called), (*expected, expected[0]), strict=True):
+            if mine.how == "recorded":  # torch's products depend on the number of rows
+                assert mine.alone == mine.together
             for (tokens, numbers), (same, close) in zip(mine.alone, one.alone, strict=True):
                 assert tokens == same and len(numbers) == len(close) > 0
                 if rank == 0:  # it samples, so it alone knows which edits a token was drawn after
                     assert np.allclose(numbers, close, rtol=0, atol=2e-4)
         # All libraries add in the same order: recorded or not, the bits are the same.
-        assert [mine.alone for mine in recorded[:1]] == [mine.alone for mine in called]
+        assert answers[0].alone == called.alone
