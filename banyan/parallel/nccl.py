@@ -19,11 +19,13 @@ from banyan.ops.cuda.all_reduce import (
     open_peers,
     own_device,
 )
+from banyan.ops.cuda.needs import has_triton
 from banyan.parallel.collectives import Rendezvous, Transport
 from banyan.parallel.process_group import GroupCollectives, dist, in_order, mine_of, open_store
 
 log = logger(__name__)
 
+_HAS_TRITON = has_triton()
 _ONE_TRIP_BYTES = 1 << 16
 """Up to this size every rank gets all addends at once; larger sums take two trips with less in
 each."""
@@ -99,7 +101,7 @@ class NcclCollectives(GroupCollectives):
 
 
 def _added(parts: Tensor) -> Tensor:
-    return add_in_order(parts) if parts.is_cuda else in_order(list(parts))
+    return add_in_order(parts) if _HAS_TRITON and parts.is_cuda else in_order(list(parts))
 
 
 def open_process_group(rendezvous: Rendezvous, store: Any) -> Any:

@@ -161,11 +161,12 @@ def open_peers(
     driver = _Driver()
     mine = _Facts(_machine(), own_device().index)
     everyone = _exchange(publish, "places", mine)
-    if why := _obstacle(mine, everyone):
-        mine = replace(mine, why=why)
-    else:
-        own = driver.allocate(sizes.all_bytes)
-        mine = replace(mine, handle=driver.handle(own).hex())
+    own, why = 0, _obstacle(mine, everyone)
+    try:
+        own = 0 if why else driver.allocate(sizes.all_bytes)
+        mine = replace(mine, why=why, handle=driver.handle(own).hex() if own else "")
+    except DeviceError as error:
+        mine = replace(mine, why=str(error))
     everyone = _exchange(publish, "memory", mine)
     if why := _first(everyone):
         return why
