@@ -53,6 +53,7 @@ ON_CPU = "--device cpu --small"
 PARTS = {
     "kernels": Part(_tests("kernels", "adapters", "latent"), 120),
     "product kernels": Part(_tests("products", "experts"), 120),
+    "state kernels": Part(_tests("state", "families"), 120),
     "tokens": Part(f"{CHECK} --parts tokens", 150, ON_CPU),
     "families": Part(FAMILIES, 120, ON_CPU),
     "pages": Part(f"{CHECK} --parts pages", 120, ON_CPU),
@@ -62,6 +63,7 @@ PARTS = {
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
     ),
+    "graphs": Part("-m benchmarks.cuda_graphs", 120, ON_CPU, is_timed=True),
     "prompts": Part(f"{SERVING} --parts prompts", 90, ON_CPU, is_timed=True),
     "serving": Part(f"{SERVING} --parts serving", 120, ON_CPU, is_timed=True),
 }

@@ -355,6 +355,12 @@ class DeviceConfig:
     """Batch sizes of steps to capture; () = the device's own."""
     largest_shape: int = 0
     """Largest batch size to capture; 0 = the device's own."""
+    captures_prompts: bool = False
+    """Capture steps with prompts too."""
+    prompt_shapes: tuple[int, ...] = ()
+    """Tokens of the steps with prompts to capture; () = the device's own."""
+    largest_prompt_shape: int = 4096
+    """Most tokens of a step with prompts to capture."""
     is_unpadded: bool = False
     """Run decode steps eagerly unless a captured batch size matches exactly."""
     collects_in_capture: bool = False

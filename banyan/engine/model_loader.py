@@ -404,6 +404,7 @@ def runner_config_of(opened: OpenModel, memory: MemoryPlan) -> RunnerConfig:
         ),
         max_tokens=0 if config.device.is_eager else chunk + memory.max_running + draft_room,
         shapes=() if config.device.is_eager else config.device.shapes,
+        prompt_shapes=() if config.device.is_eager else config.device.prompt_shapes,
         is_unpadded=config.device.is_unpadded,
         attention="" if config.device.attention in ATTENTION else config.device.attention,
         draft_room=draft_room,

@@ -47,9 +47,11 @@ WAITING_REFERENCES = (
     "choose_positions",
     "experts",
     "combine_experts",
+    "short_conv",
+    "scan",
+    "selective_scan",
 )
-"""Ops whose reference copies numbers from the device, once per row or expert. The reference of
-models with states does too, but those are never captured."""
+"""Ops whose reference copies numbers from the device, once per row or expert."""
 
 
 class Toolkit(Protocol):

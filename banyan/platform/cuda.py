@@ -80,6 +80,7 @@ class CudaPlatform(Accelerator):
             free_share=0.85,  # the rest is for activations and graphs
             loaded_adapters=0,
             shapes=tuple(rows for rows in shapes if rows <= most),
+            captures_prompts=True,
         )
 
 

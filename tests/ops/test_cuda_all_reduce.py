@@ -92,15 +92,15 @@ def opened(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> list[Pee
 
     class Driver:
         def allocate(self, size_bytes: int) -> int:
-            return 1000 * local.rank
+            return 1000 + local.rank
 
         def handle(self, address: int) -> bytes:
-            return bytes([address // 1000])
+            return bytes([address - 1000])
 
         def open(self, handle: bytes) -> int:
             if not local.machine.opens:
                 raise DeviceError("cuIpcOpenMemHandle_v2 failed")
-            return 1000 * handle[0]
+            return 1000 + handle[0]
 
     def be(rank: int) -> PeerAllReduce | str:
         local.rank, local.machine = rank, machines[rank]
@@ -131,7 +131,7 @@ def opened(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> list[Pee
 
 
 def test_ranks_that_reach_each_other_see_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [(rank, [0, 1000, 2000]) for rank in range(3)]
+    expected = [(rank, [1000, 1001, 1002]) for rank in range(3)]
     assert opened([Machine(), Machine(), Machine()], monkeypatch) == expected
 
 

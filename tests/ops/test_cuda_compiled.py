@@ -10,7 +10,7 @@ from tests.ops.triton_device import IS_INTERPRETED
 triton = pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("TRITON_INTERPRET is set", allow_module_level=True)
-kernels, adapter_kernels, attention_kernels, latent_kernels, sampling_kernels = (
+kernels, lora_kernels, attention_kernels, latent_kernels, sampling_kernels = (
     import_module(f"banyan.ops.cuda.{name}kernels")
     for name in ("", "lora_", "attention_", "latent_", "sampling_")
 )
@@ -99,10 +99,55 @@ def test_adapters(type, ranks):
     tensors = dict.fromkeys(("x", "down", "up", "out"), type) | {"inner": FLOAT, "others": "*i1"}
     sizes = {"CAPACITY": 8, "ROWS": 16, "RANKS": ranks}
     down = sizes | {"CUT": 512, "STEP": 128}
-    compiled(adapter_kernels.go_down, tensors, down, num_warps=4)
+    compiled(lora_kernels.go_down, tensors, down, num_warps=4)
     for known in ({}, {"first_size": 1}):  # a constant of a launch
         up = sizes | {"COLUMNS": 128, "AT_ONCE": 8} | known
-        compiled(adapter_kernels.go_up, tensors, up, num_warps=4)
+        compiled(lora_kernels.go_up, tensors, up, num_warps=4)
+
+
+STATES = import_module("banyan.ops.cuda.state_kernels")
+ROWS = {"pages": INT, "row_starts": INT, "context_lengths": INT}
+
+
+@pytest.mark.parametrize(("key_dim", "by_key"), [(128, False), (128, True), (256, False)])
+def test_a_scan_keeps_its_state_in_registers(key_dim, by_key):
+    tensors = dict.fromkeys(("q", "k", "v", "strength", "out"), HALF)
+    tensors |= dict.fromkeys(("kept", "skip", "states"), FLOAT) | ROWS
+    for has_delta in (False, True):
+        sizes = {"HAS_DELTA": has_delta, "HAS_SKIP": not has_delta, "BY_KEY": by_key}
+        sizes |= {"KEYS": key_dim, "VALUES": 1024 // key_dim}
+        made = compiled(STATES.scan_rows, tensors, sizes, num_warps=1)
+        assert ".local" not in made.asm["ptx"]
+
+
+def test_other_ops_on_states():
+    tensors = dict.fromkeys(("q", "k", "v", "out"), HALF) | ROWS
+    tensors |= dict.fromkeys(("step", "rate", "skip", "states"), FLOAT)
+    compiled(STATES.scan_channels, tensors, {"KEYS": 16, "CHANNELS": 64}, num_warps=1)
+    tensors = {"x": HALF, "out": HALF, "weight": FLOAT, "bias": FLOAT, "last_inputs": FLOAT} | ROWS
+    kept = {"TAPS": 4, "KEPT": 4, "CHANNELS": 128}
+    for is_whole in (False, True):
+        sizes = {"HAS_BIAS": True, "HAS_SILU": True, "IS_WHOLE": is_whole, **kept}
+        sizes |= {"TOKENS": 1 if is_whole else 32}
+        compiled(STATES.convolve, tensors, sizes, num_warps=1 if is_whole else 4)
+    compiled(STATES.shift_inputs, {"x": HALF, "last_inputs": FLOAT} | ROWS, kept, num_warps=1)
+    gates = {"x": HALF, "gate": HALF, "out": HALF}
+    for curve in range(4):
+        compiled(STATES.gate_rows, gates, {"CURVE": curve, "BLOCK": 1024}, num_warps=4)
+    decay = {"x": HALF, "low": "fp32", "high": "fp32"}
+    decay |= dict.fromkeys(("bias", "rate", "step", "kept"), FLOAT)
+    compiled(STATES.decay, decay, {"BLOCK": 32}, num_warps=1)
+
+
+def test_an_indexer_multiplies_on_tensor_cores():
+    tensors = dict.fromkeys(("q", "q_turned", "weights", "key_pages", "turned_pages"), HALF)
+    tensors |= {"page_tables": INT, "row_starts": INT, "context_lengths": INT, "scores": FLOAT}
+    sizes = {"PAGE": 64, "BLOCK_D": 64, "BLOCK_T": 64, "HEADS": 64, "KEYS": 128}
+    sizes |= {"PRECISION": "tf32"}
+    made = compiled(latent_kernels.score_positions, tensors, sizes, num_warps=4)
+    assert "wgmma" in made.asm["ptx"]
+    tensors = {"scores": FLOAT, "chosen": INT, "row_starts": INT, "context_lengths": INT}
+    compiled(latent_kernels.choose_best, tensors, {"TILE": 2048}, num_warps=4)
 
 
 @pytest.mark.parametrize("type", [HALF, FLOAT])

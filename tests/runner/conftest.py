@@ -33,6 +33,8 @@ def build_runner(
     is_recorded: bool = False,
     platform: Platform | None = None,
     multi_step: int = 1,
+    max_tokens: int = 0,
+    prompt_shapes: tuple[int, ...] = (),
 ) -> ModelRunner:
     """A fresh runner, over compiled kernels whose steps are recorded or over torch's; `wrap` may
     spoil or watch the model."""
@@ -49,8 +51,9 @@ def build_runner(
     build = Build(SampledInTensors(ops) if is_elsewhere else ops, groups, device=device)
     model = wrap(load_model(model_config, build))
     layout = GroupLayout(FULL, 0, PAGE, NUM_PAGES)
-    most = 64 if is_recorded else 0
-    sizes = RunnerConfig(40, MAX_LENGTH, (layout,), most, SHAPES, multi_step=multi_step)
+    most = 64 if is_recorded else max_tokens
+    more = {"multi_step": multi_step, "prompt_shapes": prompt_shapes}
+    sizes = RunnerConfig(40, MAX_LENGTH, (layout,), most, SHAPES, **more)
     runner = ModelRunner(model, build, sizes, platform)
     assert runner.forward.is_recorded == is_recorded
     for layer in (0, 1):  # whoever reads a page that its sequence did not write gets no number

@@ -425,6 +425,34 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_decode_steps_of_the_named_sizes_are_replayed",
     ),
     Flag(
+        "enable-piecewise-cuda-graph",
+        "device.captures_prompts",
+        "capture steps with prompts as graphs too, by number of tokens (CUDA)",
+        kind=SWITCH,
+        proof="tests/runner/test_prompt_graphs.py::test_prompts_in_graphs_give_the_tokens_of_others",
+    ),
+    Flag(
+        "piecewise-cuda-graph-tokens",
+        "device.prompt_shapes",
+        "numbers of tokens of the steps that --enable-piecewise-cuda-graph captures; default: 40 "
+        "sizes from 16 to 4096",
+        kind=INTS,
+        aliases=("cuda-graph-bs-prefill",),
+        low=1,
+        high=1 << 20,
+        proof="tests/config/test_defaults.py::test_prompt_sizes_are_those_that_are_named_up_to_a_bound",
+    ),
+    Flag(
+        "piecewise-cuda-graph-max-tokens",
+        "device.largest_prompt_shape",
+        "most tokens of a step that --enable-piecewise-cuda-graph captures",
+        kind=INT,
+        aliases=("cuda-graph-max-bs-prefill",),
+        low=1,
+        high=1 << 20,
+        proof="tests/config/test_defaults.py::test_prompt_sizes_are_those_that_are_named_up_to_a_bound",
+    ),
+    Flag(
         "disable-cuda-graph-padding",
         "device.is_unpadded",
         "run decode steps eagerly if no captured batch size matches exactly, instead of padding to "

@@ -10,6 +10,7 @@ from banyan.ops.bind import Toolkit
 
 _HERE = "banyan.ops.cuda"
 _ROWS = ("rms_norm", "add_rms_norm", "rotary", "silu_and_mul")
+_STATES = ("apply_gate", "decay_gates", "short_conv", "scan", "selective_scan")
 KERNELS = {
     "write_kv": [f"{_HERE}.triton_attention:write_kv"],
     "paged_attention": [
@@ -18,6 +19,7 @@ KERNELS = {
     ],
     "write_latent": [f"{_HERE}.triton_latent:write_latent"],
     "latent_attention": [f"{_HERE}.triton_latent:latent_attention"],
+    "choose_positions": [f"{_HERE}.triton_latent:choose_positions"],
     "head_linear": [f"{_HERE}.products:head_linear"],
     "experts": [f"{_HERE}.triton_experts:experts"],
     "combine_experts": [f"{_HERE}.triton_experts:combine_experts"],
@@ -26,6 +28,7 @@ KERNELS = {
     "sample": [f"{_HERE}.triton_sampling:sample", "banyan.ops.tensor_sampling:sample"],
     "logprobs": ["banyan.ops.tensor_sampling:logprobs"],
     **{op: [f"{_HERE}.triton_rows:{op}"] for op in _ROWS},
+    **{op: [f"{_HERE}.triton_state:{op}"] for op in _STATES},
 }
 
 
