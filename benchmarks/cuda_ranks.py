@@ -88,11 +88,11 @@ def one_rank_of_nccl() -> None:
             places = torch.zeros(count, 2, dtype=torch.int64, device="cuda")
 
             def work(x: Tensor = x, count: int = count) -> list[Tensor]:
-                summed, told = x.clone(), x.clone()
+                summed, sent = x.clone(), x.clone()
                 group.all_reduce(summed)
-                group.broadcast(told, 0)
+                group.broadcast(sent, 0)
                 return [
-                    *(summed, told, group.all_gather(x, 64), group.reduce_scatter(x)),
+                    *(summed, sent, group.all_gather(x, 64), group.reduce_scatter(x)),
                     *(group.all_to_all(x), group.gather_rows(x, rows.table, count)),
                     group.reduce_rows(x.clone(), rows.table, count),
                     group.gather_columns(x, 64, rows.table, count),

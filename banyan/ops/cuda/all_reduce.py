@@ -19,7 +19,7 @@ from banyan.base.errors import ConfigError, DeviceError
 from banyan.ops.cuda.needs import TYPES, has_triton, power_of_two
 
 Publish = Callable[[str, bytes], list[bytes]]
-"""Gives the other ranks some bytes under a name; returns those of all ranks, in order."""
+"""Gives the other ranks some bytes under a name; returns the bytes of all ranks, in order."""
 
 MAX_RANKS = 8
 """Ranks that share memory: as many as the GPUs of a machine that reach each other directly."""
@@ -188,8 +188,8 @@ def open_peers(
 
 
 def _exchange(publish: Publish, name: str, mine: _Facts) -> list[_Facts]:
-    told = publish(name, json.dumps(asdict(mine)).encode())
-    return [_Facts(**json.loads(text)) for text in told]
+    texts = publish(name, json.dumps(asdict(mine)).encode())
+    return [_Facts(**json.loads(text)) for text in texts]
 
 
 def _first(everyone: Sequence[_Facts]) -> str:
