@@ -18,13 +18,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from banyan.dp_attention.batch import DPAttentionRows
 from banyan.ops.cuda.all_reduce import PeerAllReduce, Sizes, add_in_order, open_peers
 from banyan.parallel.collectives import Rendezvous
-from banyan.parallel.process_group import in_order
+from banyan.parallel.process_group import dist, in_order
 
 COUNTS = (4096, 333, 65536, 131072 + 16, 1 << 20, 4096, 2000001)
 SMALL_COUNTS = (1, 40, 333, 512)
@@ -153,7 +152,6 @@ def two_processes(options: argparse.Namespace) -> None:
 
 def be_a_rank(rank: int, folder: Path, small: bool) -> None:
     """One of two processes that add over the memory of one device."""
-    dist = torch.distributed
     store = dist.FileStore(str(folder / "store"), 2)
     store.set_timeout(timedelta(seconds=LIMIT_S))
     where = "cpu" if small else "cuda"

@@ -107,7 +107,7 @@ def _added(parts: Tensor) -> Tensor:
 def open_process_group(rendezvous: Rendezvous, store: Any) -> Any:
     """NCCL's process group of this rank, with all its connections made: none is made while a graph
     is captured, or after the memory was divided."""
-    nccl = torch.distributed.distributed_c10d.ProcessGroupNCCL
+    nccl: Any = dist.distributed_c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=rendezvous.timeout_s)
     group = nccl(store, rendezvous.rank, rendezvous.size, options)
