@@ -38,6 +38,7 @@ class DeviceFacts:
         torch_sampler: torch can sample next to the device's own kernel.
         attention: the attention backend of this device alone; "" = none has its name.
         host_tier: None = its pages cannot lie in memory of the host as well.
+        rounds_to: methods of checkpoints that --quantization applies to float weights too.
         chip: the chip of this machine in `config/flags/outcomes.tsv`; None = the device's name.
         is_here: whether this machine has such a device.
         variables: environment variables of its documents; Environment has their outcomes.
@@ -53,6 +54,7 @@ class DeviceFacts:
     torch_sampler: bool = False
     attention: str = ""
     host_tier: HostTierFacts | None = None
+    rounds_to: tuple[str, ...] = ()
     variables: Collection[str] = ()
     check_start: Callable[[Config, str, Environment], None] | None = None
     chip: Callable[[Environment], str] | None = None
@@ -84,6 +86,7 @@ CUDA = DeviceFacts(
     torch_sampler=True,
     check_start=_check_gpus,
     host_tier=HostTierFacts(("kernel", "direct"), ("page_first_direct", "page_first")),
+    rounds_to=("fp8",),
 )
 DEVICES: Table[DeviceFacts] = Table(
     "device",
@@ -121,3 +124,9 @@ def outcome_device(config: Config, environment: Environment) -> str:
     if not facts_of(config).is_open:
         return config.device.name
     return "cuda" if has_cuda_driver() else "cpu"
+
+
+def rounded_methods(config: Config, environment: Environment) -> tuple[str, ...]:
+    """`DeviceFacts.rounds_to` of the device of a start."""
+    name = outcome_device(config, environment)
+    return DEVICES.load(name).rounds_to if name in DEVICES else facts_of(config).rounds_to

@@ -339,6 +339,8 @@ class DeviceConfig:
     """Phase in which torch attends, for `config/rules/execution.py`: "prefill", "decode" or ""."""
     sampling: str = ""
     """"pytorch" = tokens are sampled by torch."""
+    fp8_backend: str = "auto"
+    """What multiplies 8-bit floats on CUDA: "triton", "cutlass" (torch) or "auto"."""
     exact_head: bool = False
     """Compute logits from fp32 activations."""
     is_deterministic: bool = False

@@ -296,6 +296,7 @@ def _open_toolkit(
         "quantization": model.quantization,
         "cpu-compiler": config.device.compiler,
         "cpu-isa": config.device.isa,
+        "fp8-gemm-backend": config.device.fp8_backend.removeprefix("auto"),
         "fuseep-mode": str(fused_mode(config) or ""),
     }
     return open_toolkit(traits.name, threads, {k: v for k, v in options.items() if v})

@@ -316,6 +316,17 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_torch_samples_when_it_is_named",
     ),
     Flag(
+        "fp8-gemm-backend",
+        "device.fp8_backend",
+        "products of fp8 weights and activations: triton, or cutlass = torch's; auto = the faster "
+        "one for each number of rows",
+        choices=(
+            *("auto", "triton", "cutlass", "deep_gemm", "flashinfer_trtllm", "aiter"),
+            *("flashinfer_cutlass", "flashinfer_deepgemm", "flashinfer_cutedsl"),
+        ),
+        proof="tests/ops/test_cuda_bind.py::test_the_named_backend_multiplies_8_bit_floats",
+    ),
+    Flag(
         "enable-double-sparsity",
         "sparsity.is_enabled",
         "rows of one token with a long context attend to few tokens, which a few channels choose; "
