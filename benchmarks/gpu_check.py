@@ -58,6 +58,8 @@ PARTS = {
     "families": Part(FAMILIES, 120, ON_CPU),
     "pages": Part(f"{CHECK} --parts pages", 120, ON_CPU),
     "adapters": Part(f"{CHECK} --parts adapters", 120, ON_CPU),
+    "ranks": Part("-m benchmarks.cuda_ranks --parts nccl processes", 120),
+    "sums of ranks": Part("-m benchmarks.cuda_ranks --parts streams", 90, is_timed=True),
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
     ),

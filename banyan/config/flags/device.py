@@ -255,9 +255,17 @@ FLAGS = (
     Flag(
         "disable-custom-all-reduce",
         "parallel.avoids_own_collectives",
-        "ranks exchange numbers through gloo instead of shared memory (CPU; slower)",
+        "ranks exchange numbers through gloo (CPU) or NCCL (CUDA) instead of shared memory; slower",
         kind=SWITCH,
         proof="tests/parallel/test_groups.py::test_our_own_collectives_can_be_left_out",
+    ),
+    Flag(
+        "enable-p2p-check",
+        "parallel.checks_peers",
+        "at the start, add known numbers over the memory that GPUs share, instead of trusting the "
+        "driver that they reach it",
+        kind=SWITCH,
+        proof="tests/parallel/test_groups.py::test_the_memory_of_peers_is_checked_where_it_is_asked",
     ),
     Flag(
         "dist-timeout",
