@@ -9,9 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from banyan.sim.replay import check
+from tests.support.crowd import asking
 from tests.support.pauses import Asking, go_on, pause, wait_running
 from tests.system.checkpoint import write_tiny_model
-from tests.system.serving import launch, serving, wait_until
+from tests.system.serving import launch, serving, settled, wait_until
 
 PROMPT = "The banyan grows new roots and shares them, page by page. " * 4
 PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
@@ -111,6 +112,40 @@ def test_a_paused_request_goes_on_with_the_new_weights(server, folders):
     go_on(server)
     assert len(running.result()["output_ids"]) == 1800
     assert update(server, folders[0]).status_code == 200
+
+
+def test_under_load_each_answer_is_of_the_one_version_that_it_names(server, folders, expected):
+    """The weights change, are refused and are paused for while clients ask all the time."""
+    params = PARAMS | {"max_new_tokens": 8}
+
+    def body_of(number: int, count: int) -> dict:
+        text = PROMPT[: 40 * (1 + (number + count) % 3)]
+        return {"text": text, "sampling_params": params | {"max_new_tokens": 8 + 60 * (number % 2)}}
+
+    with asking(server, 6, body_of) as crowd:
+        for turn in range(6):
+            crowd.wait_for(8)
+            if turn % 3 == 0:
+                pause(server, "retract")
+            new, name = folders[turn % 2], ("old", "new")[turn % 2]
+            ended = update(server, new, abort_all_requests=turn % 3 > 0, weight_version=name)
+            assert ended.status_code == 200, ended.text
+            assert update(server, folders[2]).status_code == 400
+            if turn % 3 == 0:
+                go_on(server)
+        crowd.wait_for(8)
+    assert {status for _, status, _ in crowd.answers} <= {200}
+    told: dict[tuple[str, str, int], list[int]] = {}
+    for body, _, answer in crowd.answers:
+        meta = answer["meta_info"]
+        if meta["finish_reason"]["type"] == "abort" or meta.get("num_retractions"):
+            continue
+        key = meta["weight_version"], body["text"], body["sampling_params"]["max_new_tokens"]
+        assert told.setdefault(key, answer["output_ids"]) == answer["output_ids"], key
+    assert {version for version, _, _ in told} == {"old", "new"}
+    assert all(told["old", *rest] != told.get(("new", *rest)) for v, *rest in told if v == "old")
+    stats = settled(server.stats, 0)
+    assert stats["leaked"] == 0 == stats["held_pages"]
 
 
 @pytest.mark.parametrize("fields", [{"manifest": {"a": 1}}, {"load_format": "pt"}])
