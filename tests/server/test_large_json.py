@@ -98,7 +98,8 @@ def test_the_refusals_are_the_same(stepped: Parse, body: bytes) -> None:
 
 def test_a_bit_of_damage_is_refused_by_both_or_by_none(stepped: Parse) -> None:
     rng = random.Random(5)
-    body = b'{"a": [1, 2.5, -3e2, "x\\n\\u4f60"], "longer": "text", "b": {"c": null, "d": [[], {}]}, "e": -0.0}'
+    body = b'{"a": [1, 2.5, -3e2, "x\\n\\u4f60"], "longer": "text", '
+    body += b'"b": {"c": null, "d": [[], {}]}, "e": -0.0}'
     for _ in range(3000):
         damaged = bytearray(body)
         for _ in range(rng.randrange(1, 3)):
