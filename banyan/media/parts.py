@@ -266,7 +266,7 @@ def _decoded_pieces(text: str) -> Iterator[bytes]:
         piece = text[begin : begin + PIECE_CHARS].encode("ascii")
         is_last = begin + PIECE_CHARS >= len(text)
         if not rest and b"\\" not in piece and (is_last or not piece.endswith(b"=")):
-            with suppress(msgspec.MsgspecError):
+            with suppress(ValueError):  # of msgspec too
                 yield _QUICK.decode(b'"%b"' % piece)
                 continue
         rest += piece.translate(_STANDARD, b" \t\r\n")
