@@ -52,6 +52,7 @@ test-faults: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@FAULTS=20 $(BIN)/python -m pytest -s tests/system/test_self_healing.py tests/system/test_processes.py tests/system/test_shutdown.py $(ARGS)
 	@FAULT_MOMENTS=12 $(BIN)/python -m pytest tests/system/test_faults.py $(ARGS)
+	@$(BIN)/python -m tests.support.livez_hunt --polls 200000
 
 # The same in every layout of ranks; with COUNT=2 one kill and one stop in each, some minutes.
 test-rank-faults: $(VENV)/.test

@@ -3,10 +3,12 @@
 import json
 import socket
 import struct
+import subprocess
+import sys
 
 import httpx
 
-from tests.system.serving import CALL_S, Server, open_files, stream_events, wait_until
+from tests.system.serving import CALL_S, ROOT, Server, open_files, stream_events, wait_until
 
 HALF = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le"
 WAITING = 300
@@ -35,6 +37,13 @@ def test_half_requests_hold_up_nobody(shared_server):
     for client in held:
         client.close()
     wait_until(lambda: open_files(shared_server.pid) <= before, CALL_S, "the connections to go")
+
+
+def test_polls_on_kept_connections_are_answered_while_others_come_and_go():
+    """A few of them; `make test-faults` sends 200,000."""
+    command = [sys.executable, "-m", "tests.support.livez_hunt", "--polls", "4000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CALL_S)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_connections_that_are_reset_leave_nothing(shared_server):
