@@ -19,6 +19,7 @@ class Crowd:
 
     Attributes:
         answers: (body, status, answer), in the order in which they came.
+        refusals: the answers of another status.
         lost: what happened to requests without an answer.
     """
 
@@ -26,6 +27,7 @@ class Crowd:
         self, server: Server, clients: int, body_of: Callable[[int, int], dict], key: str = ""
     ) -> None:
         self.answers: list[tuple[dict, int, dict]] = []
+        self.refusals: list[httpx.Response] = []
         self.lost: list[str] = []
         self._server, self._body_of = server, body_of
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -64,6 +66,8 @@ class Crowd:
                 try:
                     answer = client.post("/generate", json=body)
                     self.answers.append((body, answer.status_code, answer.json()))
+                    if answer.status_code != 200:
+                        self.refusals.append(answer)
                 except (httpx.HTTPError, ValueError) as error:
                     self.lost.append(f"{type(error).__name__}: {error}")
 
