@@ -190,7 +190,7 @@ def test_a_pair_that_changes_while_it_is_read_leaves_the_old_one(
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (("--ssl-keyfile", "x"), "give --ssl-certfile"),
         (("--enable-ssl-refresh",), "give --ssl-certfile"),
@@ -198,8 +198,8 @@ def test_a_pair_that_changes_while_it_is_read_leaves_the_old_one(
         (("--ssl-certfile", __file__), "in PEM"),
     ],
 )
-def test_what_is_wrong_with_the_files_is_reported(given, told) -> None:
-    with pytest.raises(ConfigError, match=f"(?i){told}"):
+def test_what_is_wrong_with_the_files_is_reported(given, message) -> None:
+    with pytest.raises(ConfigError, match=f"(?i){message}"):
         tls_context(config_of(*given).server)
 
 
