@@ -49,7 +49,7 @@ def test_choices_are_scored_as_the_server_scores_them(facts: Facts, servers: Ser
 def test_whole_texts_are_scored(facts: Facts):
     found = facts["rolling"]
     words = sum(len(s["asked"][0][0].split()) for s in found["samples"])
-    total = sum(float(s["got"][0]) for s in found["samples"])
+    total = sum(float(s["got"][0][0]) for s in found["samples"])
     perplexity = found["results"]["word_perplexity,none"]
     assert perplexity == pytest.approx(math.exp(-total / words), rel=1e-3) and perplexity > 1
 

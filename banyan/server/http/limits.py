@@ -225,7 +225,7 @@ def strict_json(body: bytes) -> object:
 
 
 class LongTexts:
-    """Long texts of a body, each of which a short one stands for while the rest is parsed."""
+    """Long texts of a body, represented by short ones while the rest is parsed."""
 
     def __init__(self) -> None:
         self._mark = f"{os.urandom(16).hex()}-"
