@@ -24,8 +24,8 @@ from banyan.models.weights.quant.fp8 import Fp8
 from banyan.ops import blocks, reference, rounding
 from banyan.ops.cuda.expert_weights import PackedProjection
 from banyan.ops.cuda.triton_experts import (
-    GroupedExperts,
     ExpertTiles,
+    GroupedExperts,
     rows_for,
     tiles_for,
     tiles_of_one,

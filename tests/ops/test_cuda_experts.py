@@ -17,6 +17,7 @@ from tests.ops.triton_device import ABSENCE, DEVICE, TYPES, close, exact_float8,
 if ABSENCE:
     pytest.skip(ABSENCE, allow_module_level=True)
 
+__all__ = ["exact_float8"]
 WHERE = torch.device(DEVICE)
 GATES = ["silu", "gelu", "gelu_pytorch_tanh", "clamp", "limit", "relu2"]
 CLAMPS = {"clamp": Clamp(0.7, 1.702), "limit": Clamp(0.7, 0.0)}
@@ -305,9 +306,8 @@ def test_all_tokens_may_choose_one_expert(form):
 
 @pytest.mark.parametrize("tokens", [1, 6, 70])
 @pytest.mark.parametrize("form", ["fp8 in blocks", "fp8 per output"])
-def test_activations_are_rounded_if_the_checkpoint_asks_for_it(
-    form, tokens, monkeypatch, exact_float8
-):
+@pytest.mark.usefixtures("exact_float8")
+def test_activations_are_rounded_if_the_checkpoint_asks_for_it(form, tokens, monkeypatch):
     experts = packed_experts_of(form, 2, 256, 128)
     rounds = replace(expert_weights.NUMBER_TYPES[E4M3], rounds=True)
     monkeypatch.setitem(expert_weights.NUMBER_TYPES, E4M3, rounds)

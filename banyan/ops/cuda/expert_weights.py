@@ -20,13 +20,12 @@ from torch.nn.functional import pad
 from banyan.base.log import logger
 from banyan.ops import blocks
 from banyan.ops.blocks import BLOCK
+from banyan.ops.cuda.fp8 import LEAST_CAPABILITY
+from banyan.ops.cuda.needs import FP8
 from banyan.ops.cuda.products import BLOCK_TYPES, OUTPUTS_STEP
 from banyan.ops.rounding import to_blocks, to_fp8
-from banyan.ops.stored import E4M3, NVFP4, STORAGE_TYPES, StoredWeight
+from banyan.ops.stored import E4M3, E4M3_DYNAMIC, NVFP4, STORAGE_TYPES, StoredWeight
 
-FP8 = "fp8"
-LEAST_CAPABILITY = (8, 9)
-"""Lowest compute capability that converts 8-bit floats."""
 _log = logger(__name__)
 _SIDE = 128
 """Outputs that share a factor in blocks of 128 × 128."""
@@ -123,7 +122,7 @@ _FP8 = torch.float8_e4m3fn
 NUMBER_TYPES = {
     **{type: _integers(type) for type in BLOCK_TYPES},
     E4M3: NumberType("e4m3", 0, BLOCK, _e4m3, _FP8),
-    "E4M3_DYNAMIC": NumberType("e4m3", 0, BLOCK, _e4m3, _FP8, rounds=True),
+    E4M3_DYNAMIC: NumberType("e4m3", 0, BLOCK, _e4m3, _FP8, rounds=True),
     "MXFP4": NumberType("e2m1", 0, BLOCK, _mxfp4),
     NVFP4: NumberType("e2m1", 0, blocks.NV_GROUP, _nvfp4, of_scales=_FP8),
 }
