@@ -124,6 +124,10 @@ class CacheConfig:
     """Memory of states relative to memory of KV."""
     state_interval: int = 0
     """Tokens between two state checkpoints; 0 = 256, or the page size if that is larger."""
+    state_dtype: str = "float32"
+    """Type of state matrices between steps."""
+    state_strategy: str = "auto"
+    """"no_buffer" = no states beyond those of running requests; "auto" = some for checkpoints."""
     hierarchical: bool = False
     """Keep evicted pages in host memory or storage."""
     store: str = ""
@@ -471,6 +475,13 @@ class HandoffConfig:
     """The same, of Mooncake's store as well, where others are not named."""
     offloads: bool = False
     """A decode server writes its pages to the store."""
+    decode_tp: int = 0
+    decode_dp: int = 0
+    """Ranks and replicas of the decode servers of a prefill server; 0 = any."""
+    prefill_pp: int = 0
+    """Stages of the prefill servers of a decode server; 0 = any."""
+    polling_interval: int = 1
+    """Steps after which a decode server looks for prompts that have arrived, while others run."""
     reserved_tokens: int = 512
     """Output tokens of each running request for which a decode server keeps pages free."""
 
@@ -501,6 +512,10 @@ class LoraConfig:
     eviction: str = "lru"
 
 
+SLOW = "slow"
+"""A value of --tokenizer-mode."""
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     host: str = "127.0.0.1"
@@ -523,6 +538,8 @@ class ServerConfig:
     incremental_output: bool = False
     """/generate streams only the new text of each chunk instead of all text so far."""
     skip_tokenizer: bool = False
+    tokenizer_mode: str = "auto"
+    """SLOW = read the vocabulary file from which tokenizer.json was made."""
     drain_timeout_s: float = 30.0
     keep_alive_s: int = 30
     """How long an idle connection stays open."""

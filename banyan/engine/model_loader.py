@@ -79,6 +79,7 @@ _CACHE_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+_OWN = "shared"
 _MULTI_STREAM = "SGLANG_NPU_USE_MULTI_STREAM"
 _WHOLE_PROMPTS = 8192
 """Tokens of the largest step to record where prompts are not cut into chunks."""
@@ -170,6 +171,7 @@ def open_model(
             slot_bytes=slot_bytes(config, model_config),
             has_exchange=bool(exchanged),
             interface=parallel.interface,
+            uses_own_sums=parallel.avoids_own_collectives and _OWN not in traits.collectives,
         )
     )
     if parallel.world > 1 or parallel.uses_dp_attention:
@@ -194,6 +196,7 @@ def open_model(
         is_fused=bool(fused_mode(config)),
         side_stream=_open_side_stream(config, model_config, platform),
         ranges=platform.ranges() if config.model.marks_layers else None,
+        state_dtype=_DTYPES[config.cache.state_dtype],
     )
     if model_config.format == "gguf" and not traits.is_host:
         kept = ", ".join(cast(BoundOps, ops).kept_types)
@@ -230,8 +233,9 @@ def open_model(
 
 
 def _collectives_of(config: Config, traits: Traits) -> tuple[str, ...]:
-    """Collective libraries, best first; --disable-custom-all-reduce leaves our own out."""
-    own = ("shared",) if config.parallel.avoids_own_collectives else ()
+    """Collective libraries, best first; --disable-custom-all-reduce leaves our own out. (A device
+    without one then takes its library's all-reduce, instead of sums in the order of the ranks.)"""
+    own = (_OWN,) if config.parallel.avoids_own_collectives else ()
     return tuple(name for name in traits.collectives if name not in own)
 
 

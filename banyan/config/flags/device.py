@@ -255,7 +255,8 @@ FLAGS = (
     Flag(
         "disable-custom-all-reduce",
         "parallel.avoids_own_collectives",
-        "ranks exchange numbers through gloo instead of shared memory (CPU; slower)",
+        "ranks exchange numbers through gloo instead of shared memory (CPU; slower), or sum them "
+        "by the library's all-reduce (NPU; whose bits depend on the size of a step)",
         kind=SWITCH,
         proof="tests/parallel/test_groups.py::test_our_own_collectives_can_be_left_out",
     ),

@@ -24,6 +24,8 @@ _STATE_FLAGS = {
     "states": "--max-mamba-cache-size",
     "state_ratio": "--mamba-full-memory-ratio",
     "state_interval": "--mamba-track-interval",
+    "state_dtype": "--mamba-ssm-dtype",
+    "state_strategy": "--mamba-scheduler-strategy",
 }
 _EVICTION = "--radix-eviction-policy-config"
 _MAX_NUMBER = 1 << 31
@@ -42,6 +44,11 @@ def check_states(config: Config, model_config: ModelConfig, environment: Environ
             if getattr(cache, field) != getattr(CacheConfig(), field):
                 log.warning("%s has no effect: this model has no recurrent states", flag)
         return config
+    if cache.states and cache.state_strategy == "no_buffer":
+        line = "--mamba-scheduler-strategy no_buffer has no effect: --max-mamba-cache-size %d does"
+        log.warning(line, cache.states)
+    if cache.state_dtype != CacheConfig().state_dtype:
+        log.info("states are kept in %s: they are rounded after each step", cache.state_dtype)
     running, states = config.schedule.max_running, cache.states
     if states and running > states:
         raise ConfigError(

@@ -127,9 +127,15 @@ _RULES = (
     ),
     _Ignored(
         "disaggregation-decode-enable-fake-auto num-reserved-decode-tokens "
-        "disaggregation-decode-enable-offload-kvcache",
+        "disaggregation-decode-enable-offload-kvcache disaggregation-prefill-pp "
+        "disaggregation-decode-polling-interval",
         lambda c: c.handoff.mode != "decode",
         "it is for --disaggregation-mode decode",
+    ),
+    _Ignored(
+        "disaggregation-decode-tp disaggregation-decode-dp",
+        lambda c: c.handoff.mode != "prefill",
+        "it is for --disaggregation-mode prefill",
     ),
     _Ignored(
         "show-time-cost step-log-format",
@@ -195,7 +201,8 @@ _RULES = (
     ),
     _Ignored(
         "chat-template completion-template tool-call-parser reasoning-parser tokenizer-path "
-        "tokenizer-worker-num enable-tokenizer-batch-encode enable-dynamic-batch-tokenizer",
+        "tokenizer-mode tokenizer-worker-num enable-tokenizer-batch-encode "
+        "enable-dynamic-batch-tokenizer",
         lambda c: c.server.skip_tokenizer,
         "--skip-tokenizer-init loads no tokenizer",
     ),
