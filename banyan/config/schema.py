@@ -15,6 +15,9 @@ UNSAID = -2
 DEMO = "demo"
 """The model that is served by default."""
 
+REMOTE_INSTANCE = "remote_instance"
+"""The load format of weights that a running server sends."""
+
 DEMO_LINE = (
     "the demo model (135M parameters) is a toy to try the API: its answers are often wrong. For "
     "real answers use qwen3-0.6b (640 MB) or qwen3-1.7b (1.8 GB); banyan models lists more"
@@ -56,6 +59,15 @@ class LoadConfig:
     """Mark the forward pass of each layer for external profilers."""
     disable_mmap: bool = False
     """Read files of weights into memory instead of mapping them."""
+    seed_host: str = ""
+    seed_port: int = 0
+    """The running server that sends its weights to this one, with REMOTE_INSTANCE."""
+    seed_ports: tuple[str, ...] = ()
+    """Ports where it sends them; `hub/remote_instance.py` reads them."""
+    seed_backend: str = "nccl"
+    """"transfer_engine" = it sends them on a port of its own."""
+    is_seed: bool = False
+    """Send weights on a port of its own."""
     loader_options: dict[str, object] = field(default_factory=dict[str, object])
     loader_threads: int = 0
     """Threads that read files of weights ahead of the loader; set by `config/rules/model.py`."""
@@ -650,6 +662,8 @@ class ObserveConfig:
     """Folder of profiles; "" = the folder of temporary files."""
     metrics: bool = False
     """Export metrics at /metrics."""
+    metrics_of_ranks: bool = False
+    """Export gauges for every rank; all ranks of a replica have the same."""
     metrics_names: str = "sglang"
     """Naming scheme of metrics: "sglang" or VLLM."""
     labels_header: str = "x-custom-labels"

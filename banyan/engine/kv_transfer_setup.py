@@ -217,7 +217,8 @@ def mover_of(
 
 def _check_the_device(config: Config, traits: Traits) -> None:
     """Refuse page movers that this device does not support."""
-    if config.cache.hierarchical and not traits.is_host and not config.cache.host_tier:
+    is_stored = config.cache.host_tier or bool(config.handoff.role)
+    if config.cache.hierarchical and not traits.is_host and not is_stored:
         raise ConfigError(
             f"--enable-hierarchical-cache is not available on {traits.name}: pages are moved from "
             "and to the memory of the host only",

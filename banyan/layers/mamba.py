@@ -166,7 +166,7 @@ class Mamba2(Caching):
         self.out = RowLinear(
             inner, dim, ShardRule(1, facts.value_dim), facts.has_bias, group, build
         )
-        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0), group, build)}
+        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0), build)}
         self.cache = LayerCache(layer, kept, STATE)
 
     def forward(self, x: Tensor, angles: object, step: StepInputs) -> Tensor:

@@ -145,12 +145,12 @@ class DecayGates(Layer):
         return self.ops.decay_gates(x, self.bias, self.rate, *self.bounds)
 
 
-def matrix_of(facts: StateFacts, rule: ShardRule, group: Group, build: Build) -> CacheTensor:
+def matrix_of(facts: StateFacts, rule: ShardRule, build: Build) -> CacheTensor:
     """The cache of a state matrix per head.
 
     Args:
-        rule: how the ranks of the group shard the heads.
+        rule: how the ranks of attention shard the heads.
     """
-    heads = ShardedAxis(facts.heads, *rule.span(facts.heads, group))
+    heads = ShardedAxis(facts.heads, *rule.span(facts.heads, build.groups.attention))
     shape = (heads.last - heads.first, facts.key_dim, facts.value_dim)
     return CacheTensor(shape, build.state_dtype, (heads,))

@@ -143,8 +143,8 @@ FLAGS = (
     Flag(
         "mamba-ssm-dtype",
         "cache.state_dtype",
-        "data type of states between steps; bfloat16 halves their memory, and answers then depend a "
-        "little on how a prompt is chunked",
+        "data type of states between steps; bfloat16 halves their memory, and answers then depend "
+        "a little on how a prompt is chunked",
         choices=("float32", "bfloat16"),
         elsewhere=(
             Elsewhere(
@@ -283,8 +283,8 @@ DISAGGREGATION_FLAGS = (
     Flag(
         "disaggregation-prefill-pp",
         "handoff.prefill_pp",
-        "with --disaggregation-mode decode: --pipeline-parallel-size of its prefill servers, others "
-        "are refused; default: any",
+        "with --disaggregation-mode decode: --pipeline-parallel-size of its prefill servers; "
+        "others are refused; default: any",
         kind=INT,
         low=1,
         high=4096,

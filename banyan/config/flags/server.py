@@ -193,8 +193,8 @@ FLAGS = (
     Flag(
         "tokenizer-mode",
         "server.tokenizer_mode",
-        "slow = read tokenizer.model, tekken.json, or vocab.json with merges.txt even if there is a "
-        "tokenizer.json, to compare both",
+        "slow = read tokenizer.model, tekken.json, or vocab.json with merges.txt even if there is "
+        "a tokenizer.json, to compare both",
         choices=("auto", "slow"),
         proof="tests/tokenizer/test_vocabulary_files.py"
         "::test_the_older_file_is_read_where_that_is_asked",

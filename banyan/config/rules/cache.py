@@ -265,11 +265,17 @@ def _with_host_tier(config: Config, model_config: ModelConfig, tier: HostTierFac
             )
     parallel, flag = config.parallel, "--enable-hierarchical-cache"
     if config.handoff.role:
-        raise ConfigError(
-            f"{flag} is not available on {device} with --disaggregation-mode: pages go to one "
-            "place of the host's memory, here to another server",
-            hint="leave it out; --dp-size starts independent replicas, each with a tier of its own",
-        )
+        if cache.store in ("", HOST):
+            raise ConfigError(
+                f"{flag} is not available on {device} with --disaggregation-mode: memory of the "
+                "host holds pages for the other server",
+                hint="name a store, where pages go at once: --hicache-storage-backend file",
+            )
+        if cache.host_layout or cache.host_copies:
+            log.info(
+                "pages go to the store at once, in one layout: no memory of the host keeps them"
+            )
+        return replace(config, cache=replace(cache, host_layout="", host_copies=""))
     if parallel.world > 1 and not tier.serves_ranks:
         raise ConfigError(
             f"{flag} is not available on {device} with several ranks: pages are carried between "
