@@ -335,6 +335,8 @@ class DeviceConfig:
     memory_saver: bool = False
     """Allow freeing weights and cache while the server runs."""
     weights_backup: bool = False
+    draft_backup: bool = False
+    """The draft model's weights are released with the model's, and stay in host memory."""
     """Keep released weights of a device in host memory."""
     kernels: dict[str, str] = field(default_factory=dict[str, str])
     """op -> forced implementation, to bisect a wrong answer."""

@@ -145,7 +145,8 @@ def open_model(
     dtype = _DTYPES[config.model.activation_dtype]
     offload = open_offload(config.device, platform)
     # Experts that move and backups are copied as bytes.
-    is_copied = config.experts.balances or config.device.weights_backup
+    has_backup = config.device.weights_backup or config.device.draft_backup
+    is_copied = config.experts.balances or has_backup
     keeps_plain = offload is not None or is_copied
     toolkit = _open_toolkit(config, config.model, traits, threads, keeps_plain)
     ops = _bind(config, model_config, traits, device, toolkit)
@@ -209,7 +210,7 @@ def open_model(
     draft = None
     if config.speculative.is_model:
         if draft_of(config).quantization != config.model.quantization:
-            toolkit = _open_toolkit(config, draft_of(config), traits, threads)
+            toolkit = _open_toolkit(config, draft_of(config), traits, threads, is_copied)
         draft = _open_draft(config, model_config, traits, model, build, toolkit)
     gc.collect()
     if runs_the_process():

@@ -265,8 +265,8 @@ def _fetch(model: LoadConfig, key: str, source: Path) -> str:
     """The folder with the seed's weight files, and links to the other files of `source`."""
     where = f"the seed instance at {model.seed_host}:{model.seed_port}"
     asked: dict[str, object] = {}
-    ports = seed_ports(model)
     is_engine = model.seed_backend == ENGINE
+    ports = [] if is_engine else seed_ports(model)
     if not is_engine:
         listed = ",".join(map(str, ports))
         asked = {"master_address": model.seed_host, "ports": listed, "backend": "nccl"}

@@ -151,8 +151,8 @@ FLAGS = (
     Flag(
         "enable-metrics-for-all-schedulers",
         "observe.metrics_of_ranks",
-        "export gauges with the labels of every tensor and pipeline rank; ranks of a replica follow "
-        "the plans of one scheduler, so their values are the same",
+        "export gauges with the labels of every tensor and pipeline rank; ranks of a replica "
+        "follow the plans of one scheduler, so their values are the same",
         kind=SWITCH,
         proof="tests/server/test_metrics.py::test_gauges_have_the_labels_of_every_rank_on_demand",
     ),

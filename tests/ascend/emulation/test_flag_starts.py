@@ -262,6 +262,8 @@ EAGLE = {
     "speculative_draft_attention_backend": "torch_native",
     "decrypted_draft_config_file": "{model}/eagle/config.json",
     "speculative_token_map": "{folder}/hot.json",
+    "enable_memory_saver": True,
+    "enable_draft_weights_cpu_backup": True,
 }
 HOOKS = {
     "forward_hooks": json.dumps(
