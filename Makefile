@@ -1,5 +1,5 @@
-# make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | soak | bench
-#      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | docs | model-classes | clean | wheel | test-wheel | test-chart | newcomer
+# make serve | test | test-quick | test-full | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-cuda | gpu-check | test-parsers | test-lora | test-proofs | test-forms | test-clients | test-console | test-ray | test-transfer | test-security | trust | soak | bench
+#      bench-fidelity | bench-cpu | bench-cores | bench-pairs | lint | format | types | docs | model-classes | clean | wheel | test-wheel | test-chart | newcomer
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -21,7 +21,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed .clients/agents/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
-.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust soak bench bench-fidelity bench-cpu bench-pairs lint format types docs model-classes clean wheel test-wheel test-chart newcomer
+.PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda gpu-check test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust soak bench bench-fidelity bench-cpu bench-cores bench-pairs lint format types docs model-classes clean wheel test-wheel test-chart newcomer
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -162,6 +162,11 @@ bench-fidelity: $(VENV)/.demo
 	@$(BIN)/python -m benchmarks.rounding --cost
 	@exec $(BIN)/banyan bench eval --model-path demo --chat-template chatml --against "--cpu-activations fp32"
 
+# How prompts and decode steps grow from one core to all of them; some minutes.
+bench-cores: $(VENV)/.test
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@exec $(BIN)/python -m benchmarks.cores $(ARGS)
+
 # Prefill and decode servers under a trace in Mooncake's form (make bench-pairs TRACE=FILE): tokens lost or
 # duplicated, what the router adds, gaps of streams beside long prompts, and how far `banyan simulate` is off; 5 minutes,
 # with ARGS="--seconds 600" a quarter of an hour.
@@ -185,6 +190,11 @@ test-schemas: $(VENV)/.test
 # its meta kernels are run without its libraries.
 test-npu-real: $(VENV)/.test $(NPU_RELEASES:%=.npu/%/.installed)
 	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/ascend/emulation/real $(ARGS)
+
+# What a CUDA card can show, in some minutes: right answers and speed, into gpu-check.json. Needs the card,
+# the core packages with a torch for CUDA, triton, transformers and pytest with xdist.
+gpu-check:
+	@exec $(or $(PYTHON),python3) -m benchmarks.gpu_check $(ARGS)
 
 # The kernels of CUDA devices without one: compiled for an H100, and in Triton's interpreter, which no
 # newer numpy runs in (.cuda, 700 MB); a quarter of an hour.
@@ -210,7 +220,7 @@ wheel: $(VENV)/.installed
 	@rm -rf build/wheel && mkdir -p build/wheel dist
 	@cp -r pyproject.toml README.md LICENSE banyan build/wheel
 	@find build/wheel -name __pycache__ -prune -exec rm -rf {} +
-	@tag=$$(cd build/wheel && $(abspath $(BIN))/python -m banyan.ops.cpu.prebuild banyan/ops/cpu/prebuilt) && \
+	@tag=$$(cd build/wheel && $(abspath $(BIN))/python -m banyan.ops.cpu.build banyan/ops/cpu/prebuilt) && \
 	rm -f dist/banyan_serve-*.whl && \
 	$(PIP) wheel ./build/wheel --no-deps -w dist --config-settings=--build-option=--plat-name=$$tag
 	@rm -rf build/wheel && du -h dist/banyan_serve-*.whl

@@ -511,6 +511,9 @@ def _report(
         f"{who:<13} {rows:>4} rows: {step_s * 1e3:8.3f} ms a step, {rows / step_s:9.0f} tokens/s, "
         f"{bound:6.1%} of the bandwidth bound"
     )
+    kind = quantization or "bf16"
+    print(f"figure: {who}, 8B shape, {kind}, {rows} rows, a step = {step_s * 1e3:.3f} ms")
+    print(f"figure: {who}, 8B shape, {kind}, {rows} rows, of the bytes' bound = {bound:.3f}")
 
 
 if __name__ == "__main__":

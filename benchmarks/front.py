@@ -23,7 +23,7 @@ import orjson
 import psutil
 
 from banyan.bench.http import HttpClient, HttpResponse
-from banyan.bench.metrics import percentile
+from banyan.bench.report import percentile
 from banyan.bench.serving import run_load
 from benchmarks.machine import Command, ServerProcess, threads_cpu_s
 

@@ -19,7 +19,7 @@ from random import Random
 import orjson
 
 from banyan.bench.http import HttpClient, HttpResponse
-from banyan.bench.metrics import percentile
+from banyan.bench.report import percentile
 from benchmarks.pairs import VOCAB, alone, ask, load_average, pairs, write_model
 
 STREAMS = 4

@@ -28,7 +28,7 @@ import httpx
 import orjson
 
 from banyan.bench.http import HttpClient
-from banyan.bench.metrics import percentile
+from banyan.bench.report import percentile
 from banyan.bench.roofline import probe
 from banyan.config.cli import parse
 from banyan.config.defaults import settle

@@ -23,7 +23,7 @@ import orjson
 import psutil
 
 from banyan.bench.http import HttpClient, HttpResponse
-from banyan.bench.metrics import percentile
+from banyan.bench.report import percentile
 
 ROUTE = "/v1/completions"
 _WHOLE = orjson.dumps({"id": "x", "object": "text_completion", "choices": [{"text": "a " * 100}]})

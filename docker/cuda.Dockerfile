@@ -16,7 +16,7 @@ RUN apt-get update \
 WORKDIR /banyan
 COPY pyproject.toml README.md LICENSE ./
 COPY banyan banyan
-RUN tag=$(python -m banyan.ops.cpu.prebuild banyan/ops/cpu/prebuilt) \
+RUN tag=$(python -m banyan.ops.cpu.build banyan/ops/cpu/prebuilt) \
  && pip wheel . --no-deps --wheel-dir /dist --config-settings=--build-option=--plat-name="$tag"
 
 FROM python:3.12-slim-bookworm

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import orjson
 
 from banyan.base.errors import BanyanError, ConfigError
-from banyan.bench import datasets, metrics
+from banyan.bench import datasets, report
 from banyan.bench.datasets import BareIds, Lexicon, PlainWords, Prompt, TokenWords
 from banyan.bench.dialects import (
     CHAT,
@@ -28,8 +28,8 @@ from banyan.bench.dialects import (
     request_body,
 )
 from banyan.bench.http import ExchangeError, HttpClient
-from banyan.bench.metrics import percentile
 from banyan.bench.options import DataOptions, ServingOptions
+from banyan.bench.report import percentile
 from banyan.tokenizer.tokenizer import Tokenizer
 
 _POLL_S = 0.2
@@ -159,7 +159,7 @@ async def run_serving(
         BanyanError: no server, or its warm-up requests fail.
     """
     dialect, default_port = backend(options.backend)
-    goals = metrics.read_goals(options.goodput)
+    goals = report.read_goals(options.goodput)
     prompts = prompts_of(options, tokenizer)
     due_s = _due_times(options, prompts)
     port = options.port or default_port
@@ -180,11 +180,11 @@ async def run_serving(
         server.close()
     prompts = [prompts[number] for number in run.over]
     keys = _settings(options, url, model)
-    keys |= metrics.results(prompts, run.outcomes, run.duration_s, goals)
+    keys |= report.results(prompts, run.outcomes, run.duration_s, goals)
     keys |= {"server_info": described, "accept_length": _accept_length(described)}
     keys["total_output_tokens_retokenized"] = _retokenized(run, tokenizer)
     keys |= run.watch.keys()
-    keys["error_counts"] = dict(metrics.failures(run.outcomes))
+    keys["error_counts"] = dict(report.failures(run.outcomes))
     if options.output_details:
         keys |= _details(prompts, run)
     return Report(keys, prompts, run, _warnings(keys, run))
@@ -411,7 +411,7 @@ def _details(prompts: list[Prompt], run: Run[Answer]) -> dict[str, object]:
     }  # fmt: skip
     for prompt, outcome in zip(prompts, run.outcomes, strict=True):
         is_good = isinstance(outcome, Answer)
-        times = metrics.timing(outcome) if is_good else None
+        times = report.timing(outcome) if is_good else None
         given = outcome.prompt_tokens if is_good else None
         keys["input_lens"].append(prompt.length if given is None else given)
         keys["output_lens"].append(outcome.output_tokens if is_good else 0)

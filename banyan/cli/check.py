@@ -22,8 +22,15 @@ from banyan.ascend.launch.facts import (
 from banyan.ascend.launch.files import files_of
 from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import find_soc, own_interfaces, own_packages
-from banyan.ascend.launch.plan import LaunchPlan, Wish, check_plan, make_plan
-from banyan.ascend.launch.recipes import DECODE, PREFILL, SERVE
+from banyan.ascend.launch.plan import (
+    DECODE,
+    PREFILL,
+    SERVE,
+    LaunchPlan,
+    Wish,
+    check_plan,
+    make_plan,
+)
 from banyan.ascend.launch.rules import check as check_rules
 from banyan.ascend.launch.rules import left_out
 from banyan.base.errors import ConfigError

@@ -27,9 +27,9 @@ from banyan.hub.sources import fetch
 from banyan.lora.rules import plan_lora
 from banyan.model_config.checkpoint import WITHOUT_FILES, read_model_config
 from banyan.model_config.draft_model import find_draft_model
+from banyan.model_config.from_hf import read_pooling
 from banyan.model_config.heavy_channels import check_sparsity
 from banyan.model_config.model_config import ModelConfig
-from banyan.model_config.pooling import read_pooling
 from banyan.model_config.quantization import check_kv_scales
 from banyan.moe.rules import check_experts, choose_expert_parallel
 

@@ -18,7 +18,10 @@ LEAST_REPETITION = 1e-6
 
 LOGIT_PROCESSORS: Table[Callable[..., object]] = Table(
     "logit processor",
-    {"whisper": "banyan.runner.sampler:transcript_logits"},
+    {
+        "whisper": "banyan.runner.sampler:transcript_logits",
+        "filters": "banyan.runner.logit_filters:filter_logits",
+    },
     plugins="banyan.logit_processors",
 )
 """Logit processors of this server, and those that installed packages offer, of the type

@@ -1,6 +1,7 @@
 """Request limits and default sampling parameters, from the Config and the loaded model."""
 
 import random
+from functools import partial
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.config.schema import Config, ServerConfig
@@ -55,6 +56,7 @@ def limits_of(
         media_ids=() if model_config.media is None else model_config.media.placeholders,
         is_transcriber=is_cross(model_config.media),
         fakes_prompts=config.handoff.fakes_prompts and config.handoff.mode == "decode",
+        last_token=None if tokenizer is None else partial(_last_token, tokenizer),
     )
 
 
@@ -70,6 +72,10 @@ def open_media(
         return None
     longest = min(limits.context_length, limits.total)
     return MediaService(model_config.media, config.media, tokenizer, longest)
+
+
+def _last_token(tokenizer: Tokenizer, text: str) -> int:
+    return tokenizer.encode(f"a{text}", add_special_tokens=False, parse_special=False)[-1]
 
 
 def _expert_choices(config: Config, model_config: ModelConfig) -> int:

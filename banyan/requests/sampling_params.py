@@ -8,7 +8,7 @@ import difflib
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -44,6 +44,42 @@ _UNAVAILABLE = {
     "watermark": {},
 }
 
+
+@dataclass(frozen=True)
+class FilterNumber:
+    """A number of one of the filters of runner/logit_filters.py.
+
+    Attributes:
+        neutral: where it has no effect, and its default.
+        low, high: its range. is_whole: it is an integer.
+        switch: the field that switches its filter on; "" = this one.
+    """
+
+    neutral: float
+    low: float
+    high: float
+    switch: str = ""
+    is_whole: bool = False
+
+
+FILTERS: Mapping[str, FilterNumber] = {
+    "typical_p": FilterNumber(1.0, 1e-6, 1.0),
+    "top_n_sigma": FilterNumber(-1.0, -1.0, 1e6),
+    "xtc_probability": FilterNumber(0.0, 0.0, 1.0),
+    "xtc_threshold": FilterNumber(0.1, 0.0, 1.0, "xtc_probability"),
+    "dynatemp_range": FilterNumber(0.0, 0.0, 1e6),
+    "dynatemp_exponent": FilterNumber(1.0, 0.0, 1e6, "dynatemp_range"),
+    "dry_multiplier": FilterNumber(0.0, 0.0, 1e6),
+    "dry_base": FilterNumber(1.75, 1.0, 1e6, "dry_multiplier"),
+    "dry_allowed_length": FilterNumber(2, 1, 1 << 20, "dry_multiplier", is_whole=True),
+    "dry_penalty_last_n": FilterNumber(-1, -1, 1 << 30, "dry_multiplier", is_whole=True),
+}
+"""Field -> its number. Names as llama.cpp has them."""
+BREAKERS = "dry_sequence_breakers"
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+MAX_BREAKERS = 64
+MAX_BREAKER_CHARS = 256
+
 _FIELDS = (
     "max_new_tokens",
     "min_new_tokens",
@@ -67,6 +103,8 @@ _FIELDS = (
     "sampling_seed",
     "custom_logit_processor",
     "custom_params",
+    *FILTERS,
+    BREAKERS,
     *KINDS,
     *_UNAVAILABLE,
 )
@@ -105,6 +143,7 @@ class Limits:
         media_ids: placeholders of pictures, which a prompt may hold only with pictures.
         fakes_prompts: prompts of requests that name no prefill server are invented.
         is_transcriber: prompts need a sound.
+        last_token: the token that a text ends with; None without a tokenizer.
     """
 
     context_length: int
@@ -133,6 +172,7 @@ class Limits:
     media_ids: tuple[int, ...] = ()
     fakes_prompts: bool = False
     is_transcriber: bool = False
+    last_token: Callable[[str], int] | None = None
 
     @property
     def total(self) -> int:
@@ -206,6 +246,11 @@ def parse_sampling(
     processor, processor_params = _processor(values, limits)
     if not processor and values.is_given("custom_params"):
         ignored["custom_params"] = NOT_USED
+    if filters := _filters(values, limits, ignored):
+        if processor:
+            both = f"custom_logit_processor cannot be combined with {', '.join(filters)}"
+            raise RequestError(both, param="custom_logit_processor")
+        processor, processor_params = "filters", msgspec.json.encode(filters)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=values.integer("min_new_tokens", 0),
@@ -389,6 +434,55 @@ def _processor(values: "_Values", limits: Limits) -> tuple[str, bytes]:
     if len(encoded) > MAX_PARAMS_BYTES:
         raise _violation("custom_params", f"at most {MAX_PARAMS_BYTES} bytes of JSON", params)
     return str(name), encoded
+
+
+def _filters(
+    values: "_Values", limits: Limits, ignored: dict[str, str]
+) -> dict[str, float | list[int]]:
+    """Numbers of the filters that are on. Numbers whose filter is off are reported."""
+    numbers = {name: _filter_number(values, name) for name in FILTERS}
+    is_on = {name: numbers[name] != rule.neutral for name, rule in FILTERS.items()}
+    is_on["top_n_sigma"] = numbers["top_n_sigma"] > 0
+    found: dict[str, float | list[int]] = {}
+    for name, rule in FILTERS.items():
+        if rule.switch and is_on[rule.switch] or not rule.switch and is_on[name]:
+            found[name] = numbers[name]
+        elif rule.switch and values.is_given(name):
+            ignored[name] = f"{rule.switch} is 0"
+    breakers = _breakers(values)
+    if not is_on["dry_multiplier"]:
+        if values.is_given(BREAKERS):
+            ignored[BREAKERS] = "dry_multiplier is 0"
+    elif limits.last_token is not None:
+        found["dry_breakers"] = [limits.last_token(text) for text in breakers]
+    elif values.is_given(BREAKERS):
+        raise RequestError(
+            f"{BREAKERS} needs a tokenizer and this server runs without one", param=BREAKERS
+        )
+    return found
+
+
+def _filter_number(values: "_Values", name: str) -> float:
+    rule = FILTERS[name]
+    if rule.is_whole:
+        number: float = values.integer(name, int(rule.neutral))
+    else:
+        number = values.number(name, rule.neutral)
+    if not rule.low <= number <= rule.high:
+        raise _violation(name, f"in [{rule.low:g}, {rule.high:g}]", number)
+    return number
+
+
+def _breakers(values: "_Values") -> Sequence[str]:
+    given = values.get(BREAKERS)
+    if given is None:
+        return DEFAULT_BREAKERS
+    if not isinstance(given, list | tuple) or len(given) > MAX_BREAKERS:
+        raise _violation(BREAKERS, f"a list of at most {MAX_BREAKERS} texts", given)
+    for text in given:
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_BREAKER_CHARS:
+            raise _violation(BREAKERS, f"texts of 1 to {MAX_BREAKER_CHARS} characters", text)
+    return given
 
 
 def _stop_ids(values: "_Values", vocab_size: int, ignored: dict[str, str]) -> list[int]:

@@ -221,11 +221,14 @@ class LogitContext:
         tokens: [n] int32, prompt and output so far; placeholders if the prompt is embeddings.
         prompt_len: how many of them are the prompt.
         params: the request's `custom_params`.
+        seed, temperature: of the request.
     """
 
     tokens: np.ndarray
     prompt_len: int
     params: Mapping[str, object]
+    seed: int = 0
+    temperature: float = 1.0
 
 
 LogitProcessor = Callable[[Tensor, LogitContext], Tensor]
@@ -276,7 +279,8 @@ class Processors:
             found = LOGIT_PROCESSORS.load(sampling.processor)
             self._loaded[sampling.processor] = cast(LogitProcessor, found)
         params = msgspec.json.decode(sampling.processor_params or b"{}", type=dict)
-        context = LogitContext(tokens, join.prompt_len, params)
+        numbers = sampling.seed, sampling.temperature
+        context = LogitContext(tokens, join.prompt_len, params, *numbers)
         result = self._loaded[sampling.processor](logits, context)
         if not isinstance(result, Tensor) or result.shape != logits.shape:
             shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__

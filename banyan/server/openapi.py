@@ -8,6 +8,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.requests.constraint import FIELDS as CONSTRAINTS
+from banyan.requests.sampling_params import BREAKERS, FILTERS
 from banyan.server.http import auth
 from banyan.server.http.dialect import Dialect
 from banyan.server.http.route import WITH_BODY, Body, Route
@@ -143,6 +144,8 @@ SAMPLING_TYPES: Mapping[str, object] = {
     "logit_bias": dict[str, float] | None,
     "custom_logit_processor": str | None,
     "custom_params": dict[str, object] | None,
+    **{name: int | None if rule.is_whole else float | None for name, rule in FILTERS.items()},
+    BREAKERS: list[str] | None,
     "json_schema": _SCHEMA,
     "regex": str | None,
     "ebnf": str | None,

@@ -1,13 +1,13 @@
 """Simulated replicas: real EngineCores on simulated devices, alone, routed, or in PD pairs.
 
 Plans are answered with synthetic tokens once their step time is over; when a request ends is
-decided by its output length in the workload.
+decided by its output length in the workload. A SimulationReport has what clients would have seen.
 """
 
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from banyan.base.ids import RequestId, SlotId, StepId
@@ -22,8 +22,103 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.scheduler.request_table import Counters
 from banyan.scheduler.routing import Route
 from banyan.sim.device import Device, World
-from banyan.sim.report import RequestTimes, SimulationReport, report
 from banyan.sim.workload import Arrival
+
+
+@dataclass
+class RequestTimes:
+    """One request: when its tokens came. `end_s` below 0 = it failed."""
+
+    submitted_s: float
+    prompt_len: int
+    token_s: list[float] = field(default_factory=list[float])
+    """Arrival time of each output token."""
+    cached_tokens: int = 0
+    end_s: float = -1.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Percentiles, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    def __str__(self) -> str:
+        parts = (("mean", self.mean), ("p50", self.p50), ("p90", self.p90), ("p99", self.p99))
+        return "  ".join(f"{name} {value * 1e3:9.2f} ms" for name, value in parts)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Percentiles by the nearest rank; zeros of nothing."""
+    if not values:
+        return Spread(0.0, 0.0, 0.0, 0.0)
+    ordered = sorted(values)
+    ranks = [
+        ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.99)
+    ]
+    return Spread(sum(ordered) / len(ordered), *ranks)
+
+
+@dataclass(frozen=True)
+class SimulationReport:
+    """Figures of one run."""
+
+    finished: int
+    failed: int
+    seconds: float
+    steps: int
+    retractions: int
+    output_tokens: int
+    hit_rate: float
+    """Share of the prompt tokens that came from the cache."""
+    ttft: Spread
+    itl: Spread
+    e2e: Spread
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        return "\n".join(
+            (
+                f"requests  {self.finished} finished, {self.failed} failed in {self.seconds:.3f} s",
+                f"output    {self.output_tokens} tokens, {self.tokens_per_s:.1f} per second",
+                f"cache     {self.hit_rate:.1%} of prompt tokens hit",
+                f"engine    {self.steps} steps, {self.retractions} retractions",
+                f"ttft      {self.ttft}",
+                f"itl       {self.itl}",
+                f"e2e       {self.e2e}",
+            )
+        )
+
+
+def report(
+    visits: Sequence[RequestTimes], seconds: float, steps: int, retractions: int
+) -> SimulationReport:
+    done = [visit for visit in visits if visit.end_s >= 0]
+    prompt_tokens = sum(visit.prompt_len for visit in done)
+    gaps = [
+        later - earlier
+        for visit in done
+        for earlier, later in zip(visit.token_s, visit.token_s[1:], strict=False)
+    ]
+    return SimulationReport(
+        finished=len(done),
+        failed=len(visits) - len(done),
+        seconds=seconds,
+        steps=steps,
+        retractions=retractions,
+        output_tokens=sum(len(visit.token_s) for visit in done),
+        hit_rate=sum(visit.cached_tokens for visit in done) / max(1, prompt_tokens),
+        ttft=spread([visit.token_s[0] - visit.submitted_s for visit in done if visit.token_s]),
+        itl=spread(gaps),
+        e2e=spread([visit.end_s - visit.submitted_s for visit in done]),
+    )
+
 
 _PEER = "127.0.0.1:1"
 """Rooms are found by their names alone."""

@@ -31,12 +31,11 @@ from banyan.sim.device import (
     DPAttentionDevices,
     OneDevice,
     PipelineDevice,
+    Roofline,
     World,
 )
 from banyan.sim.layout import Hardware, ParallelLayout, cache_groups, room_for_cache
-from banyan.sim.replica import PrefillDecodePairs, ReplicaSet, SimulatedReplica
-from banyan.sim.report import SimulationReport
-from banyan.sim.steptime import Roofline
+from banyan.sim.replica import PrefillDecodePairs, ReplicaSet, SimulatedReplica, SimulationReport
 from banyan.sim.workload import Arrival
 
 _BYTES = {

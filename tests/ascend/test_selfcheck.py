@@ -7,7 +7,7 @@ import torch
 
 from banyan.ascend.ops.operators import Operators
 from banyan.ascend.selfcheck import cases
-from banyan.ascend.selfcheck.case import Case, try_out
+from banyan.ascend.selfcheck.cases import Case, try_out
 from banyan.cli.main import main
 
 TAKEN = next(cases())

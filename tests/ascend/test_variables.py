@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "ascend.md"
 
 
 def named(outcome: str) -> list[str]:
-    return [name for name, told in VARIABLES.items() if told.outcome == outcome]
+    return [name for name, reported in VARIABLES.items() if reported.outcome == outcome]
 
 
 @pytest.mark.parametrize("name", named(REFUSED))

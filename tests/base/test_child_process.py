@@ -80,20 +80,20 @@ def test_a_child_whose_parent_ended_before_it_began_ends_at_once(child_module):
 
 
 def test_an_unasked_end_is_reported_with_the_exit_code(child_module):
-    deaths, told = [], threading.Event()
+    deaths, called = [], threading.Event()
     child = spawn(child_module, "engine", b"fail")
-    child.watch(lambda text: (deaths.append(text), told.set()))
-    assert told.wait(WAIT_S)
+    child.watch(lambda text: (deaths.append(text), called.set()))
+    assert called.wait(WAIT_S)
     assert deaths == [f"engine (pid {child.pid}) ended with exit code 7"]
 
 
 def test_a_killed_child_is_reported_with_the_signal(child_module, tmp_path):
-    deaths, told = [], threading.Event()
+    deaths, called = [], threading.Event()
     child = spawn(child_module, "rank1", str(tmp_path / "taken").encode())
-    child.watch(lambda text: (deaths.append(text), told.set()))
+    child.watch(lambda text: (deaths.append(text), called.set()))
     wait_for(tmp_path / "taken")
     os.kill(child.pid, signal.SIGKILL)
-    assert told.wait(WAIT_S)
+    assert called.wait(WAIT_S)
     assert deaths == [f"rank1 (pid {child.pid}) was killed by SIGKILL"]
 
 
@@ -136,14 +136,14 @@ if spares is None:  # write what is open into the file that the duty names
 
 
 def test_copies_of_a_process_are_children_as_others(tmp_path):
-    """Each takes a duty of its own; an end is told; one that is told to end does."""
+    """Each takes a duty of its own; its end is reported; one that is asked to end does."""
     source = """
         paths = sys.argv[1:]
         children = [spawn("none", "rank", p.encode(), spare=s) for p, s in zip(paths, spares)]
-        told = threading.Event()
-        children[0].watch(lambda text: (print(text, flush=True), told.set()))
+        ended = threading.Event()
+        children[0].watch(lambda text: (print(text, flush=True), ended.set()))
         print(*[child.pid for child in children], flush=True)
-        told.wait()
+        ended.wait()
         children[1].stop()
         print(*[child.is_alive() for child in children], flush=True)
         time.sleep(600)

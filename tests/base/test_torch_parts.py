@@ -28,7 +28,7 @@ def on_meta() -> str:
 
 
 def test_torch_computes_without_its_parts_and_they_can_be_brought() -> None:
-    told = run(
+    output = run(
         "with without_parts(): import torch",
         f"print({LEFT_OUT} == [*parts._PARTS])",
         f"print(tuple({SHAPE}.shape))",
@@ -42,13 +42,13 @@ def test_torch_computes_without_its_parts_and_they_can_be_brought() -> None:
         "print(torch.compile(lambda x: x.cumsum(0) + 1, backend='aot_eager')(torch.ones(2)))",
         "print(torch.distributions.Normal(0., 1.).mean, torch.nn.quantized.Linear.__name__)",
     )
-    before, after = told.splitlines()[:4], told.splitlines()[4:]
+    before, after = output.splitlines()[:4], output.splitlines()[4:]
     assert before == ["True", "(1, 2, 3, 4)", "(4, 6)", "none"]
     assert after == ["[]", "(1, 2, 3, 4)", "tensor([2., 3.])", "tensor(0.) Linear"]
 
 
 def test_who_asks_for_a_part_gets_it() -> None:
-    told = run(
+    output = run(
         "with without_parts():",
         "    import torch",
         "    from torch._meta_registrations import meta_table",
@@ -60,11 +60,11 @@ def test_who_asks_for_a_part_gets_it() -> None:
         "from torch.export import *",
         "print(callable(export), torch.export.export is export)",
     )
-    assert told.splitlines() == ["True", "(1, 2, 3, 4)", "2.0", "True", "True True"]
+    assert output.splitlines() == ["True", "(1, 2, 3, 4)", "2.0", "True", "True True"]
 
 
 def test_what_is_left_out_computes_when_it_is_asked() -> None:
-    told = run(
+    output = run(
         "with without_parts(): import torch",
         "two = torch.ones(2, requires_grad=True)",
         "print(float(torch.linalg.norm(torch.ones(4))))",
@@ -76,38 +76,38 @@ def test_what_is_left_out_computes_when_it_is_asked() -> None:
         "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): pass",
         "print(torch.optim.SGD.__name__)",
     )
-    assert told.splitlines() == ["2.0", "[2.0, 0.0]", "2.0", "[1.0, 1.0]", "False False", "SGD"]
+    assert output.splitlines() == ["2.0", "[2.0, 0.0]", "2.0", "[1.0, 1.0]", "False False", "SGD"]
 
 
 def test_no_text_of_files_stays_behind() -> None:
-    told = run(
+    output = run(
         "import linecache",
         "with without_parts(): import torch",
         "print(linecache.cache)",
     )
-    assert told == "{}"
+    assert output == "{}"
 
 
 def test_a_part_that_this_version_of_torch_does_not_have_stays_away() -> None:
-    told = run(
+    output = run(
         "parts._PARTS += ('torch.banyan',)",
         "with without_parts(): import torch",
         "complete_torch()",
         "try: import torch.banyan",
         "except ModuleNotFoundError as error: print(error.name)",
     )
-    assert told == "torch.banyan"
+    assert output == "torch.banyan"
 
 
 def test_nothing_is_left_out_where_torch_imports_packages_for_other_devices() -> None:
-    told = run(
+    output = run(
         "from types import SimpleNamespace",
         "one = SimpleNamespace(name='theirs', load=lambda: (lambda: None))",
         "parts.entry_points = lambda group: [one]",
         "with without_parts(): import torch",
         f"print({LEFT_OUT})",
     )
-    assert told == "[]"
+    assert output == "[]"
 
 
 def test_code_that_is_not_ours_finds_all_of_torch(tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_code_that_is_not_ours_finds_all_of_torch(tmp_path: Path) -> None:
         f"with torch.device('meta'): shape = tuple({SHAPE}.shape)\n"
         "def act(): return shape\n"
     )
-    told = run(
+    output = run(
         "with without_parts(): import torch",
         "from banyan.base.table import load_named",
         f"sys.path.insert(0, {str(tmp_path)!r})",
         "print(load_named('--x', 'theirs:act', 'nowhere')())",
     )
-    assert told == "(1, 2, 3, 4)"
+    assert output == "(1, 2, 3, 4)"
 
 
 def test_where_torch_is_not_loaded_it_is_not_loaded_for_that() -> None:

@@ -1,4 +1,4 @@
-"""A server that says what it is told to, over real sockets, on the test's own event loop."""
+"""A server with scripted answers, over real sockets, on the test's own event loop."""
 
 import asyncio
 import contextlib

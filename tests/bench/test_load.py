@@ -42,11 +42,11 @@ async def test_no_more_requests_are_open_than_allowed_and_all_places_are_used() 
         now -= 1
         return index * 10
 
-    told: list[int] = []
-    run = await run_load(20, send, [0.0] * 20, max_concurrency=4, progress=told.append)
+    reported: list[int] = []
+    run = await run_load(20, send, [0.0] * 20, max_concurrency=4, progress=reported.append)
     assert most == 4
     assert run.outcomes == [index * 10 for index in range(20)]
-    assert told == list(range(1, 21))
+    assert reported == list(range(1, 21))
 
 
 @pytest.mark.asyncio

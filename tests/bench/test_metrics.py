@@ -11,7 +11,7 @@ from banyan.base.errors import BanyanError, ConfigError
 from banyan.bench.datasets import Prompt
 from banyan.bench.dialects import Answer
 from banyan.bench.http import ExchangeError
-from banyan.bench.metrics import failures, meets, percentile, read_goals, results, timing
+from banyan.bench.report import failures, meets, percentile, read_goals, results, timing
 
 
 def answer(started: float, times: list[tuple[float, int]], tokens: int | None = None) -> Answer:

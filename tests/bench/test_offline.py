@@ -61,12 +61,12 @@ class ScriptedLink:
 @pytest.mark.asyncio
 async def test_a_batch_has_one_prefill_and_a_latency_for_every_later_step() -> None:
     link = ScriptedLink()
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     times = await run_batch(
-        link, [[1, 2, 3, 4]] * 3, 5, "x", lambda done, count: told.append((done, count))
+        link, [[1, 2, 3, 4]] * 3, 5, "x", lambda done, count: reported.append((done, count))
     )
     assert len(times.decode) == 4
-    assert sorted(set(told))[-5:] == [(done, 5) for done in range(1, 6)]
+    assert sorted(set(reported))[-5:] == [(done, 5) for done in range(1, 6)]
     assert times.prefill > 0 and min(times.decode) >= 0
     asked = [m for m in link.sent if isinstance(m, Generate)]
     assert [a.request for a in asked] == ["x-0", "x-1", "x-2"]

@@ -406,8 +406,8 @@ class Play:
         size = len(client.answer.hidden(0))
         for at in range(0, len(event.hidden), size):
             position = start + client.hidden
-            told = event.hidden_first + at // size
-            require(told == position, f"{name}: hidden state of {told}, {position} is next")
+            reported = event.hidden_first + at // size
+            require(reported == position, f"{name}: hidden state of {reported}, {position} is next")
             right = client.answer.hidden(position)
             is_right = event.hidden[at : at + size] == right
             require(is_right, f"{name}: the hidden state of {position} is another's")
@@ -423,8 +423,11 @@ class Play:
         if client.kept is not None:
             require((event.reason, event.output_tokens) == ("stop", client.kept), f"{event}")
             return
-        told = (event.reason, event.output_tokens, event.matched)
-        require(told == (reason, length, matched), f"{name}: {told}, not {reason, length, matched}")
+        reported = (event.reason, event.output_tokens, event.matched)
+        require(
+            reported == (reason, length, matched),
+            f"{name}: {reported}, not {reason, length, matched}",
+        )
         require(len(client.got) == length, f"{name}: {len(client.got)} tokens came of {length}")
         self.seen[f"finished by {reason}"] += 1
         if answer.generate.pool:

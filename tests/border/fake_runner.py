@@ -76,7 +76,7 @@ class FakeRunner:
     """Executes plans of one replica.
 
     Args:
-        device: sizes that the engine was told.
+        device: sizes that the engine was given.
         faults: what goes wrong, and how often.
         namespaces: sampling seed -> cache namespace; the border does not carry namespaces.
         stored: pages in the store.
@@ -228,7 +228,7 @@ class FakeRunner:
         return replies
 
     def _switch(self, order: AttachStore | DetachStore) -> None:
-        """Another store, or none: what is on its way to one that goes is not told any more."""
+        """Another store, or none: copies to the old one are not reported any more."""
         is_new = isinstance(order, AttachStore)
         require(is_new or self._has_store, f"{order}: there is no store")
         require(not (is_new and self._has_store), f"{order}: there is a store")
@@ -302,7 +302,7 @@ class Execution:
                 state = oracle.mix(state, token)
 
     def _begin_move(self, copy: PageCopy) -> None:
-        """To the store go the bytes of this moment; from it they come when the end is told."""
+        """To the store go the bytes of this moment; from it they come when the end is reported."""
         where = f"step {self.plan.step} copy {copy.id}"
         size = self.device.groups[copy.group].page_tokens
         pages, content = self.runner._pages[copy.group], list[Content]()

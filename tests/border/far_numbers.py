@@ -15,7 +15,7 @@ LAYERS = 3
 LONGEST = 384
 """Positions that the tables have."""
 BLOCK = 128
-"""A position is told as position // BLOCK and what is left: both are exact in half precision."""
+"""A position is given as position // BLOCK and what is left: both are exact in half precision."""
 STEP = 2048
 """Between the ranks of two tokens: more than there are positions."""
 

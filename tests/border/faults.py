@@ -45,7 +45,7 @@ class Injector:
 
 
 class FaultyModel:
-    """A model whose forward pass fails when it is told to."""
+    """A model whose forward pass fails on demand."""
 
     def __init__(self, model: PageModel, injector: Injector) -> None:
         self.model_config = model.model_config
@@ -71,7 +71,7 @@ class FaultyModel:
 
 
 class FaultyOps:
-    """Ops whose recordings fail when they are told to."""
+    """Ops whose recordings fail on demand."""
 
     def __init__(self, ops: Ops, injector: Injector) -> None:
         self._ops = ops

@@ -163,12 +163,12 @@ class JoinedRunner:
         if not isinstance(said[0], StepResult):
             self._masks.put(self._mask_of(said))
             return
-        result, told = said
+        result, reported = said
         plan = self._passing.popleft()
         require(result.step == plan.step, f"step {plan.step} answers as {result.step}")
-        done = [] if told is None else told.ids
+        done = [] if reported is None else reported.ids
         mine = [copy for copy in plan.copies if copy.id in done]
-        require(len(mine) == len(plan.copies), f"copies {told} of {plan.copies}")
+        require(len(mine) == len(plan.copies), f"copies {reported} of {plan.copies}")
         self._ended += mine
         for row, tokens in zip(plan.rows, result.tokens, strict=True):
             stand = len(tokens) // TOKEN_BYTES

@@ -38,7 +38,7 @@ def require(holds: bool, text: str) -> None:
 
 @dataclass(frozen=True)
 class Device:
-    """What the engine was told of the runner."""
+    """What the runner has reported to the engine."""
 
     groups: tuple[CacheGroup, ...]
     slots: int
@@ -69,7 +69,7 @@ class Tenancy:
     """Tokens that the runner has, as far as its results tell; for runners with real rows."""
     drafts: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    """What it has told that it will verify next."""
+    """What it has announced to verify next."""
     is_lost: bool = False
     """A row of it has failed, so that nobody knows its length."""
 

@@ -29,13 +29,13 @@ def poisoned(
     model: Model,
     device: Device,
     poison: float,
-    told: Callable[[ControlOp], None] | None,
+    on_order: Callable[[ControlOp], None] | None,
 ) -> ControlOpExecutor:
     """What takes the orders of `runner`, which is fresh.
 
     Args:
         model: that it has.
-        told: of each order that is carried out.
+        on_order: called with each order that is carried out.
     """
     groups = range(len(device.groups))
 
@@ -76,8 +76,8 @@ def poisoned(
             runner.take_model(model)
         if isinstance(order, TakeWeights | ReleaseMemory) and tags != [WEIGHTS]:
             spoil_all()
-        if told is not None:
-            told(order)
+        if on_order is not None:
+            on_order(order)
         return RankReply("done")
 
     def prepare(order: ControlOp) -> Finish:

@@ -126,7 +126,7 @@ class RealRunner:
         self._away: list[tuple[int, int, int]] = []
         """(group, page, spare page): what has to come back before the next step."""
         self._ended: list[tuple[PageCopy, bool]] = []
-        """Copies of plans within the device that have ended, well or not, and are not told."""
+        """Copies of plans within the device that have ended, well or not, and are not reported."""
         self._next_copy = FIRST_COPY
         self._rows: list[Row] = []
         """Of the step that is being started, as they run."""
@@ -378,8 +378,8 @@ class RealRunner:
                 for at, token in enumerate(tokens):
                     ways = {drafts[n]: n for n, parent in enumerate(parents) if parent == here}
                     is_right = (token in ways) == (at < len(tokens) - 1)
-                    told = f"{drafts} behind {parents}"
-                    require(is_right, f"{where}: {tokens} stand of drafts {told}")
+                    reported = f"{drafts} behind {parents}"
+                    require(is_right, f"{where}: {tokens} stand of drafts {reported}")
                     self.seen["moved drafts"] += token in ways and ways[token] != at
                     here = ways.get(token, here)
                 slot.length += len(tokens)
@@ -545,15 +545,15 @@ class RealRunner:
         states: list[PageCopy],
     ) -> None:
         """Believe what the runner says of its copies: what it has carried away is spoiled."""
-        told = pending.copies()
-        done = set() if told is None else set(told.ids)
-        failed = set() if told is None else set(told.failed)
+        reported = pending.copies()
+        done = set() if reported is None else set(reported.ids)
+        failed = set() if reported is None else set(reported.failed)
         asked = {copy.id for copy in back + out + states}
         for copy in states:
             self._ended.append((copy, copy.id in done))
             if copy.id in failed:
                 self._spoil(copy.group, [copy.dst.page])
-        require(done | failed == asked and not done & failed, f"copies {told} of {asked}")
+        require(done | failed == asked and not done & failed, f"copies {reported} of {asked}")
         self.seen["failed copies"] += len(failed)
         self.seen["copies before"] += sum(copy.id in done for copy in back)
         self.seen["copies after"] += sum(copy.id in done for copy in out)

@@ -85,7 +85,7 @@ class Mail:
 
 
 def groups_of_threads(size: int) -> list[Group]:
-    """One for each rank; there are boxes for what stages hand on, and for what all are told."""
+    """One for each rank; there are boxes for what stages hand on, and for what all receive."""
     ranks = range(size)
     boxes = {(a, b): SimpleQueue[Tensor]() for a in ranks for b in ranks if a != b}
     return [Group(rank, size, Mail(rank, boxes)) for rank in ranks]
@@ -163,8 +163,8 @@ class StagedRunner:
         self._ended: list[PageCopy] = []
         self.lines: list[PipelineStage] = []
         for rank, runner in enumerate(runners):
-            told = self.laws.carry_out if rank == 0 else None
-            executor = poisoned(runner, models[rank], device, poison, told)
+            reported = self.laws.carry_out if rank == 0 else None
+            executor = poisoned(runner, models[rank], device, poison, reported)
             self.lines.append(
                 PipelineStage(runner, executor, groups[rank], groups[rank], torch.empty(0), UNITS)
             )
@@ -234,11 +234,11 @@ class StagedRunner:
             came = self._ranks.turn(None)
         if came is not None:
             plan = self._passing.popleft().plan
-            result, told = came
+            result, reported = came
             require(result.step == plan.step, f"step {plan.step} answers as {result.step}")
-            done = [] if told is None else told.ids
+            done = [] if reported is None else reported.ids
             mine = [copy for copy in plan.copies if copy.id in done]
-            require(len(mine) == len(plan.copies), f"copies {told} of {plan.copies}")
+            require(len(mine) == len(plan.copies), f"copies {reported} of {plan.copies}")
             self._ended += mine
             self._done.append(result)
 

@@ -73,7 +73,7 @@ def _no_keys(original, self, name):
 DEFECTS: dict[str, tuple[object, str, Change]] = {
     "a draft reads one that is beside it": (inputs, "enter_paths", _previous),
     "drafts stand where they lie": (inputs, "enter_paths", _no_paths),
-    "a draft follows another one than it was told to": (
+    "a draft follows another one than it should": (
         branches,
         "paths_of",
         lambda original, parents: original([max(-1, parent - 1) for parent in parents]),

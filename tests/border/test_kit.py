@@ -258,8 +258,8 @@ def without_release(draft):
 def test_steps_without_the_memory_that_they_need_are_noticed() -> None:
     is_done = EngineCore._apply
 
-    def forget(self: EngineCore, *told: object) -> None:
-        is_done(self, *told)
+    def forget(self: EngineCore, *message: object) -> None:
+        is_done(self, *message)
         self.released = []
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_apply", forget))

@@ -32,11 +32,11 @@ def no_locks(patch: pytest.MonkeyPatch) -> None:
     add, remove = Pins.add, Pins.remove
 
     def without(method: Callable[..., object]) -> Callable[..., object]:
-        def run(self: Pins, *told: object) -> object:
+        def run(self: Pins, *message: object) -> object:
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(CachedPages, "lock", lambda tree, node, group: None)
                 inner.setattr(CachedPages, "unlock", lambda tree, node, group, epoch: None)
-                return method(self, *told)
+                return method(self, *message)
 
         return run
 

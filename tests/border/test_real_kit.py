@@ -168,7 +168,7 @@ def _obeys_twice(original, self, order):
 
 
 def _obeys_unready(original, self, order):
-    """What stands in the way is told, and it is done all the same."""
+    """An obstacle is reported, and it is done all the same."""
     reply = original(self, order)
     if not reply.ok:
         self._preparers[StopProfile].__self__._obey(order)
@@ -224,11 +224,11 @@ DEFECTS: dict[str, Defect] = {
     ),
     "rejected drafts count": _wrap(Drafting, "verify", _grows_by_all),
     "drafts have the masks of the token before": _wrap(Sampler, "sample", _with_first_mask),
-    "the engine is told other drafts": _wrap(Drafting, "draft", _reported_shorter),
+    "the engine gets other drafts": _wrap(Drafting, "draft", _reported_shorter),
     "rows of drafts start where the plan says": _wrap(
         SlotTable, "_exact", lambda original, self, row: row
     ),
-    "scores of rejected drafts are told": _wrap(StepScores, "rows", _scores_all),
+    "scores of rejected drafts are reported": _wrap(StepScores, "rows", _scores_all),
     "a page table is off by one": _grants(
         lambda grants: [msgspec.structs.replace(g, first=g.first + 1) for g in grants]
     ),
@@ -266,13 +266,13 @@ DEFECTS: dict[str, Defect] = {
     "scores are those of the next position": _wrap(StepScores, "rows", _shifted),
     "scores begin one position late": _wrap(StepScores, "rows", _one_later),
     "a failed row keeps a token": _wrap(runner, "build_result", _keeps_failed_tokens),
-    "a failed row is not told": _wrap(runner, "build_result", _forgets_failures),
+    "a failed row is not reported": _wrap(runner, "build_result", _forgets_failures),
     "given tokens are not taken": _changed(
         SlotTable,
         "prepare",
         lambda self, row, samples: (self, msgspec.structs.replace(row, given=b""), samples),
     ),
-    "the copies of a failed step are told as done": _wrap(
+    "the copies of a failed step are reported as done": _wrap(
         runner, "LaunchedStep", lambda original, *a, is_broken=False: original(*a)
     ),
     "hidden states are those of the whole row": _wrap(runner, "read_hidden_states", _hides_nothing),

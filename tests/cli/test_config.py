@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from banyan.cli.config import count_line
 from banyan.cli.main import main
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.config.reference import count_line
 from tests.support.checkpoints import LLAMA, folder
 
 

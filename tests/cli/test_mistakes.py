@@ -76,7 +76,7 @@ def start(engines: Engines, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     return started
 
 
-def told(line: str, *culprits: str) -> None:
+def assert_names(line: str, *culprits: str) -> None:
     assert line.startswith("banyan: error: ")
     for culprit in culprits:
         assert culprit in line
@@ -131,7 +131,7 @@ def test_a_mistake_in_the_flags_is_reported(mistake: str, start: Callable) -> No
     words, *culprits = FLAGS[mistake]
     code, line = start(*words.split())
     assert code == FLAG
-    told(line, *culprits)
+    assert_names(line, *culprits)
 
 
 FILES: dict[str, tuple[str | bytes, str]] = {
@@ -163,13 +163,13 @@ def test_a_mistake_in_the_flag_file_is_reported(
     file.write_bytes(content.encode() if isinstance(content, str) else content)
     code, line = start("--config", str(file))
     assert code == FLAG
-    told(line, culprit, "flags.yaml")
+    assert_names(line, culprit, "flags.yaml")
 
 
 def test_a_folder_as_flag_file_is_reported(start: Callable, tmp_path: Path) -> None:
     code, line = start("--config", str(tmp_path))
     assert code == FLAG
-    told(line, str(tmp_path))
+    assert_names(line, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_mistake_in_the_environment_is_reported(
     monkeypatch.setenv(name, text)
     code, line = start("nowhere")
     assert code == FLAG
-    told(line, name)
+    assert_names(line, name)
 
 
 def test_a_port_that_is_taken_is_reported(start: Callable, good_model: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_port_that_is_taken_is_reported(start: Callable, good_model: Path) -> 
         port = str(taken.getsockname()[1])
         code, line = start(str(good_model), "--port", port)
     assert code == SPACE
-    told(line, f"127.0.0.1:{port} is in use")
+    assert_names(line, f"127.0.0.1:{port} is in use")
 
 
 def drop(name: str) -> Spoil:
@@ -292,7 +292,7 @@ def test_a_damaged_model_is_reported(
     spoil(copy)
     code, line = start(str(copy))
     assert code == MODEL
-    told(line, culprit)
+    assert_names(line, culprit)
 
 
 SOURCES = {
@@ -309,7 +309,7 @@ def test_a_model_that_cannot_be_had_is_reported(mistake: str, start: Callable) -
     name, culprit = SOURCES[mistake]
     code, line = start(name, "--offline")
     assert code == MODEL
-    told(line, culprit)
+    assert_names(line, culprit)
 
 
 CONTRADICTIONS: dict[str, tuple[str, ...]] = {
@@ -328,7 +328,7 @@ def test_a_flag_that_contradicts_the_model_is_reported(
     words, *culprits = CONTRADICTIONS[mistake]
     code, line = start(str(good_model), *words.split())
     assert code == FLAG
-    told(line, *culprits)
+    assert_names(line, *culprits)
 
 
 def test_a_format_that_contradicts_the_folder_is_reported(
@@ -336,7 +336,7 @@ def test_a_format_that_contradicts_the_folder_is_reported(
 ) -> None:
     code, line = start(str(good_model), "--load-format", "gguf")
     assert code == MODEL
-    told(line, ".gguf")
+    assert_names(line, ".gguf")
 
 
 def test_the_tables_hold_sixty_mistakes() -> None:

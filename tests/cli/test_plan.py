@@ -167,7 +167,7 @@ def test_what_is_not_here_is_not_fetched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--requests", "2"), "Give --context too"),
         (("--context", "-1"), "a number that is not below 0"),
@@ -177,6 +177,6 @@ def test_what_is_not_here_is_not_fetched() -> None:
         (("--quantization", "int8"), "--weight-bits"),
     ],
 )
-def test_a_question_that_is_none_is_refused(folder: Path, words, told) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_question_that_is_none_is_refused(folder: Path, words, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         VERBS.load("plan")([str(folder), *words])

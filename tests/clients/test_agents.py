@@ -109,14 +109,14 @@ def test_claude_code_runs_a_command_and_ends(site: Site, tmp_path: Path) -> None
         DISABLE_AUTOUPDATER="1",
         IS_SANDBOX="1",  # it runs as root in containers
     )
-    told = json.loads(found)
-    assert (told["is_error"], told["result"], told["num_turns"]) == (False, DONE, 2)
-    assert told["usage"]["output_tokens"] > 0 and (tmp_path / "made").exists()
+    answer = json.loads(found)
+    assert (answer["is_error"], answer["result"], answer["num_turns"]) == (False, DONE, 2)
+    assert answer["usage"]["output_tokens"] > 0 and (tmp_path / "made").exists()
 
 
 def test_the_ai_sdk_runs_a_tool_and_ends(site: Site, tmp_path: Path) -> None:
     command = ["node", str(SCRIPTS / "ai_sdk.mjs")]
-    told = json.loads(run(command, tmp_path, URL=site.url, CLIENT_FOLDER=str(AGENTS)))
-    assert told["ran"] == [WORK, WORK]
-    assert told["whole"] == told["streamed"].removeprefix("I run it.").strip() == DONE
-    assert all(count > 0 for count in told["tokens"])
+    answer = json.loads(run(command, tmp_path, URL=site.url, CLIENT_FOLDER=str(AGENTS)))
+    assert answer["ran"] == [WORK, WORK]
+    assert answer["whole"] == answer["streamed"].removeprefix("I run it.").strip() == DONE
+    assert all(count > 0 for count in answer["tokens"])

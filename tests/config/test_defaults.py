@@ -1,4 +1,4 @@
-"""What a device suggests: taken where nothing was said, told with its origin, refused never."""
+"""What a device suggests: taken where nothing was said, shown with its origin, refused never."""
 
 import logging
 from dataclasses import replace

@@ -60,11 +60,11 @@ def test_the_list_of_known_variables_is_whole() -> None:
 def test_every_known_variable_is_honoured_reported_or_refused() -> None:
     def check(name: str) -> None:
         environment = read_environment({name: "7"})
-        told = [*environment.notes, *environment.refusals]
+        reported = [*environment.notes, *environment.refusals]
         if name in (*HONOURED, *LIBRARIES, *QUIET):
-            assert told == []
+            assert reported == []
         else:
-            (line,) = told
+            (line,) = reported
             assert line.startswith(f"{name} is ") and "7" not in line.replace(name, "")
 
     check_each(known_variables(), check, str)

@@ -1,4 +1,4 @@
-"""A flag that has no effect beside the others is told, whatever its value."""
+"""A flag without effect next to the others is reported, whatever its value."""
 
 import pytest
 

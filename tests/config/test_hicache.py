@@ -64,7 +64,7 @@ def test_stores_of_others_are_refused_with_what_to_do(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "cache, model_config, parallel, told",
+    "cache, model_config, parallel, message",
     [
         (CacheConfig(store="file"), MODEL_CONFIG, {}, "needs --enable-hierarchical-cache"),
         (
@@ -89,10 +89,10 @@ def test_stores_of_others_are_refused_with_what_to_do(name: str) -> None:
     ],
 )
 def test_what_does_not_go_with_a_store_is_refused_by_name(
-    cache, model_config, parallel, told
+    cache, model_config, parallel, message
 ) -> None:
     config = Config(cache=cache, parallel=ParallelConfig(**parallel))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         resolve(config, model_config, NOTHING)
 
 

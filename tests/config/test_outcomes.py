@@ -128,7 +128,7 @@ def test_the_help_names_the_devices_that_refuse_a_flag() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_config_lists_what_does_not_work_on_its_device(tmp_path, capsys, device: str) -> None:
-    from banyan.config.reference import outcome_lines
+    from banyan.cli.config import outcome_lines
 
     lines = "\n".join(outcome_lines(device))
     dflash = next((line for line in lines.splitlines() if "DFLASH" in line), "")

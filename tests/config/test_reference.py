@@ -4,9 +4,9 @@ import ast
 from functools import cache
 from pathlib import Path
 
+from banyan.cli.config import count_line, reference
 from banyan.config.flags.flag import Flag
 from banyan.config.flags.table import CONFIG_FILE_PROOF, GROUPS, known_flags
-from banyan.config.reference import count_line, reference
 from banyan.config.variables import IDLE, REFUSED
 from tests.support.cases import check_each
 

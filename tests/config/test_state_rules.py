@@ -63,11 +63,11 @@ def test_what_states_do_not_go_with_is_refused_by_name(line: str, named: str) ->
     ],
 )
 def test_a_flag_about_states_is_idle_without_them(line: str, caplog) -> None:
-    for model_config, told in ((PLAIN, [f"{line.split()[0]} has no effect"]), (HYBRID, [])):
+    for model_config, reported in ((PLAIN, [f"{line.split()[0]} has no effect"]), (HYBRID, [])):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "banyan"):
             check_states(config_of(*line.split()), model_config, Environment())
-        assert [record.getMessage().partition(":")[0] for record in caplog.records] == told
+        assert [record.getMessage().partition(":")[0] for record in caplog.records] == reported
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ def test_what_does_not_go_together_is_refused_by_name(
 )
 def test_what_divides_nothing_is_reported(flags: tuple[str, ...], idle: str) -> None:
     origins = {"parallel.cp_split": "flag", "parallel.divides_prompts": "flag"}
-    told = list(ignored_flags(config_of(*flags), origins, NOTHING))
-    assert any(f"{idle} is accepted but has no effect" in line for line in told)
+    reported = list(ignored_flags(config_of(*flags), origins, NOTHING))
+    assert any(f"{idle} is accepted but has no effect" in line for line in reported)
     assert resolve(config_of(*flags), MODEL_CONFIG, NOTHING).parallel.cp == 1
     all_of_it = config_of(*DIVIDED, "--enable-prefill-cp", "--cp-strategy", "interleave")
     assert not any(idle in line for line in ignored_flags(all_of_it, origins, NOTHING))

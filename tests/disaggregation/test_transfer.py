@@ -137,9 +137,9 @@ def test_pages_come_in_the_size_that_is_wanted(sides, forms) -> None:
         giver.mover.start([PageCopy(at + 1, 0, device_page(4 + at), place, "before")])
     giver.mover.execute([PrefillResult(ROOM)])
     assert taker.hear(PrefillResult).transfer_id == ROOM
-    told = [end for end in taker.told if isinstance(end, CopyResult)]
-    assert [i for end in told for i in end.ids] == [copy.id for copy in copies[:-1]]
-    assert [i for end in told for i in end.failed] == [copies[-1].id]
+    reported = [end for end in taker.reported if isinstance(end, CopyResult)]
+    assert [i for end in reported for i in end.ids] == [copy.id for copy in copies[:-1]]
+    assert [i for end in reported for i in end.failed] == [copies[-1].id]
     assert (taker.pages.bytes.ravel()[: 2 * SIZE] == np.arange(2 * SIZE)).all()
     assert not taker.pages.bytes[len(places) :].any()
     assert giver.hear(TransferClosed).transfer_id == ROOM

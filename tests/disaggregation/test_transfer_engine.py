@@ -1,4 +1,4 @@
-"""Rooms whose pages an engine carries: what lands, what does not, and who is told."""
+"""Rooms whose pages an engine carries: what lands, what does not, and who is notified."""
 
 import ctypes
 import logging

@@ -91,9 +91,9 @@ def test_dense_blocks_that_are_whole_need_not_divide() -> None:
 
 def test_one_replica_has_nobody_to_be_joined_with_and_that_is_reported() -> None:
     config = config_of("--enable-dp-attention", "--enable-dp-lm-head")
-    told = list(ignored_flags(config, {}, NOTHING))
-    assert any("--enable-dp-attention is accepted but has no effect" in line for line in told)
-    assert any("--enable-dp-lm-head is accepted but has no effect" in line for line in told)
+    reported = list(ignored_flags(config, {}, NOTHING))
+    assert any("--enable-dp-attention is accepted but has no effect" in line for line in reported)
+    assert any("--enable-dp-lm-head is accepted but has no effect" in line for line in reported)
     assert not resolve(config, MODEL_CONFIG, NOTHING).parallel.uses_dp_attention
     joined = config_of(*JOINED, "--enable-dp-lm-head")
     assert not any("--enable-dp" in line for line in ignored_flags(joined, {}, NOTHING))

@@ -153,10 +153,10 @@ class Others:
 
     def __init__(self, *answers: list[StepLoad] | None) -> None:
         self.answers = list(answers)
-        self.told: list[StepLoad] = []
+        self.reported: list[StepLoad] = []
 
     def agree(self, load: StepLoad) -> list[StepLoad] | None:
-        self.told.append(load)
+        self.reported.append(load)
         if self.answers:
             return self.answers.pop(0)
         return [load, StepLoad(0)] if load.tokens else []
@@ -183,7 +183,7 @@ def finish(core: EngineCore) -> None:
 def test_what_is_drafted_is_held_until_all_agree_and_a_replay_makes_the_same_plans(tmp_path):
     others = Others([], None, None, [StepLoad(3, 1), StepLoad(9)])
     core, journal = held_core(others, str(tmp_path / "journal"))
-    assert core.launch(0.0) is None and others.told == [StepLoad(0)]
+    assert core.launch(0.0) is None and others.reported == [StepLoad(0)]
     core.receive(generate("a"), 0.1)
     core.receive(generate("b"), 0.1)
     assert core.launch(0.2) is None
@@ -196,7 +196,7 @@ def test_what_is_drafted_is_held_until_all_agree_and_a_replay_makes_the_same_pla
         and len(plan.rows) == 2
         and plan.replica_loads == [StepLoad(3, 1), StepLoad(9)]
     )
-    assert others.told[1:] == [StepLoad(6, 2)] * 3
+    assert others.reported[1:] == [StepLoad(6, 2)] * 3
     core.complete(StepResult(step=plan.step, tokens=[(5).to_bytes(4, "little")] * 2), 0.5)
     finish(core)
     assert core.is_idle
@@ -231,7 +231,7 @@ def test_a_paused_replica_goes_along_with_the_others_and_a_replay_knows(tmp_path
     core.receive(generate("a"), 0.0)
     assert core.launch(0.0) is None
     plan = core.launch(0.1)
-    assert plan is not None and not plan.rows and others.told == [StepLoad(0)] * 2
+    assert plan is not None and not plan.rows and others.reported == [StepLoad(0)] * 2
     core.complete(StepResult(step=plan.step), 0.2)
     core.is_paused = False
     finish(core)

@@ -137,10 +137,10 @@ def test_a_record_without_room_breaks_the_chain_and_the_rest_replays(recorded):
 
 
 def test_a_snapshot_without_room_is_reported_and_the_replay_says_so(recorded, caplog, monkeypatch):
-    told = logging.getLogger("banyan.engine.flight_recorder")
-    monkeypatch.setattr(told, "handlers", [caplog.handler])
-    monkeypatch.setattr(told, "propagate", False)
-    caplog.set_level(logging.WARNING, told.name)
+    log = logging.getLogger("banyan.engine.flight_recorder")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
+    caplog.set_level(logging.WARNING, log.name)
     it = recorded(8 << 10)
     live(it.driver, 1)
     assert caplog.text.count("raise --flight-recorder-bytes") == 1

@@ -158,7 +158,7 @@ def test_the_next_plan_is_launched_while_the_device_works_on_this_one():
 
 
 class Broken:
-    """Fails where it is told to."""
+    """Fails on demand."""
 
     def __init__(self, where):
         self._where = where
@@ -216,7 +216,7 @@ def test_launching_and_waiting_are_distinguished_where_they_overlap(is_async, mo
 
 
 @pytest.mark.parametrize(
-    ("rows", "can", "told"),
+    ("rows", "can", "message"),
     [
         ([Row(SlotId(1), 0, 1)], True, ["run 1", "next", "run 2", "wake"]),
         ([Row(SlotId(1), 0, 1)], False, ["run 1", "next", "wake", "run 2", "wake"]),
@@ -224,7 +224,7 @@ def test_launching_and_waiting_are_distinguished_where_they_overlap(is_async, mo
     ],
     ids=["runs", "cannot ring", "has nothing to run"],
 )
-def test_a_plan_that_runs_next_wakes_the_loop_itself(rows, can, told):
+def test_a_plan_that_runs_next_wakes_the_loop_itself(rows, can, message):
     seen, over = [], threading.Semaphore(0)
     both_are_there = threading.Event()
 
@@ -246,7 +246,7 @@ def test_a_plan_that_runs_next_wakes_the_loop_itself(rows, can, told):
     first = launcher.launch(StepPlan(step=StepId(1)))
     second = launcher.launch(StepPlan(step=StepId(2), rows=rows))
     both_are_there.set()
-    for _ in range(told.count("wake")):
+    for _ in range(message.count("wake")):
         assert over.acquire(timeout=WAIT_S)
     launcher.close()
-    assert seen == told and first.is_done() and second.is_done()
+    assert seen == message and first.is_done() and second.is_done()

@@ -181,8 +181,8 @@ def test_an_end_comes_with_the_counters_that_know_of_it(served):
     link.hear(Tokens)
     link.tell(generate("short"))
     assert link.hear(Finished).request == "short"
-    told = link.hear(Stats)
-    assert (told.finished, told.running) == (1, 1), "while the other one runs"
+    reported = link.hear(Stats)
+    assert (reported.finished, reported.running) == (1, 1), "while the other one runs"
 
 
 @pytest.mark.parametrize("flags", [("--check-ledger",), ()])
@@ -381,21 +381,21 @@ def test_heartbeats_name_the_rank_that_is_silent():
 
 
 def test_the_log_reports_once_where_a_stuck_engine_stands(caplog):
-    told = threading.Event()
+    called = threading.Event()
 
-    class Told(logging.Handler):
+    class Reporter(logging.Handler):
         def emit(self, record):
             if "in flight: step=1" in record.getMessage():
-                told.set()
+                called.set()
 
     logger = logging.getLogger("banyan.engine.watchdog")
-    handler = Told()
+    handler = Reporter()
     logger.addHandler(handler)
     try:
         with serving(check_ledger=True, watchdog_s=0.3) as (link, runner, _):
             runner.gate.clear()
             link.tell(generate("a"))
-            assert told.wait(WAIT_S)
+            assert called.wait(WAIT_S)
             while link.hear(Stats).step_age_s < 1.0:
                 pass  # several more looks
             runner.gate.set()
@@ -425,14 +425,14 @@ def test_an_engine_that_works_is_never_reported_as_stuck(caplog):
 
 @pytest.mark.parametrize("patience", [{"soft_watchdog_s": 0.2}, {"silence_s": 5.0}])
 def test_the_log_reports_a_slow_step_or_a_silent_rank_and_where_the_others_stand(caplog, patience):
-    ranks, told = Ranks(), threading.Event()
+    ranks, called = Ranks(), threading.Event()
 
-    class Told(logging.Handler):
+    class Reporter(logging.Handler):
         def emit(self, record):
             if record.getMessage() == "stack traces of rank 1:\nin collectives.py":
-                told.set()
+                called.set()
 
-    logger, handler = logging.getLogger("banyan.engine.watchdog"), Told()
+    logger, handler = logging.getLogger("banyan.engine.watchdog"), Reporter()
     logger.addHandler(handler)
     try:
         with serving(check_ledger=True, ranks=ranks, **patience) as (link, runner, _):
@@ -441,7 +441,7 @@ def test_the_log_reports_a_slow_step_or_a_silent_rank_and_where_the_others_stand
             else:
                 runner.gate.clear()
                 link.tell(generate("a"))
-            assert told.wait(WAIT_S)
+            assert called.wait(WAIT_S)
             runner.gate.set()
             if "silence_s" not in patience:
                 link.hear(Finished)
@@ -464,18 +464,18 @@ def test_who_comes_while_a_multi_step_plan_runs_ends_it_with_the_step_that_runs(
 
 
 def test_tokens_of_a_multi_step_plan_go_out_while_it_runs_and_its_end_waits_for_the_decision():
-    told = {}
+    reported = {}
     interrupted = SimpleQueue()
-    options = {"interrupt": interrupted.put, "so_far": told.get}
+    options = {"interrupt": interrupted.put, "so_far": reported.get}
     with serving(check_ledger=True, multi_step=4, **options) as (link, runner, _):
         runner.holds_multi_step.set()
         link.tell(generate("a", new=20))
         step = runner.held.get(timeout=WAIT_S)
         assert link.hear(Tokens).first == 0
-        told[step] = {0: array("i", [5]).tobytes()}
+        reported[step] = {0: array("i", [5]).tobytes()}
         link.loop_wake.wake()
         early = link.hear(Tokens)
-        assert (early.first, early.tokens) == (1, told[step][0])
+        assert (early.first, early.tokens) == (1, reported[step][0])
         link.tell(StopAt("a", 2))
         assert interrupted.get(timeout=WAIT_S) >= step
         runner.holds_multi_step.clear()

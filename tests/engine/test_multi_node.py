@@ -149,9 +149,9 @@ def _join(where: ParallelConfig, secret: str, mine: str, hello: Hello) -> str:
     leader = threading.Thread(target=gather)
     leader.start()
     try:
-        with pytest.raises(DeviceError) as told:
+        with pytest.raises(DeviceError) as raised:
             serve_node(where, mine, hello, "")
-        return str(told.value)
+        return str(raised.value)
     finally:
         leader.join()
         nodes.close()

@@ -1,4 +1,4 @@
-"""What a child process is told arrives as it was said."""
+"""The spec of a child process arrives unchanged."""
 
 from dataclasses import replace
 

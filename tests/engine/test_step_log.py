@@ -20,10 +20,10 @@ STATS = Stats(running=3, waiting=2, total_pages=50, held_pages=10, in_flight_pag
 
 @pytest.fixture
 def lines(caplog, monkeypatch):
-    told = logging.getLogger("banyan.engine.step_log")
-    monkeypatch.setattr(told, "handlers", [caplog.handler])
-    monkeypatch.setattr(told, "propagate", False)
-    caplog.set_level(logging.INFO, told.name)
+    log = logging.getLogger("banyan.engine.step_log")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
+    caplog.set_level(logging.INFO, log.name)
     return lambda: caplog.messages
 
 

@@ -31,14 +31,14 @@ async def test_what_comes_is_announced_in_the_call_that_brings_it_and_taken_with
     async with serving(counting) as (client, engine):
         engine.hold = True
         stream = client.submit(generate())
-        told = []
-        stream.on_more(lambda: told.append(stream.take()))
+        reported = []
+        stream.on_more(lambda: reported.append(stream.take()))
         assert stream.take() is None and not stream.is_over
         engine.say(Tokens(RequestId("r"), 0, b"\1\0\0\0"), Tokens(RequestId("r"), 1, b"\2\0\0\0"))
-        await until(lambda: told)
-        assert [event.first for event in told] == [0, 1]
+        await until(lambda: reported)
+        assert [event.first for event in reported] == [0, 1]
         stream.close()
-        assert stream.take() is None and stream.is_over and told[2:] == [None]
+        assert stream.take() is None and stream.is_over and reported[2:] == [None]
 
 
 @asynchronous
@@ -107,7 +107,7 @@ async def test_a_queue_that_is_full_is_known_before_the_engine_is_asked():
             with pytest.raises(RequestError, match="queue is full") as caught:
                 ask()
             assert (caught.value.status, caught.value.code) == (503, "queue_full")
-        open_[3].close()  # what the engine is told from here on comes behind that
+        open_[3].close()  # what is sent to the engine from here on comes after that
         client.submit(generate("next"))
         with pytest.raises(RequestError, match="queue is full"):
             client.submit(generate("more"))

@@ -1,14 +1,14 @@
-"""What the engine that comes in another's place is told about adapters."""
+"""The adapters that a replacement engine gets."""
 
 from banyan.engine_client.client import DesiredState
 
 
 def orders(desired_state: DesiredState) -> list[tuple[str, dict]]:
-    """All that a fresh engine is told, in order."""
-    told, found = DesiredState(), []
-    while (order := desired_state.lacking(told)) is not None:
+    """All messages to a fresh engine, in order."""
+    reported, found = DesiredState(), []
+    while (order := desired_state.lacking(reported)) is not None:
         found.append((order[0], dict(order[1])))
-        told.record(*order)
+        reported.record(*order)
         assert len(found) < 10
     return found
 

@@ -135,13 +135,13 @@ def test_a_json_line_has_nothing_before_it_and_others_have_time_and_role(capsys)
 
 
 def test_a_level_decides_what_a_line_tells(caplog):
-    told = [ended(caplog, "--log-requests-level", level) for level in "0123"]
-    more = [facts.keys() - told[0].keys() for facts in told]
+    reported = [ended(caplog, "--log-requests-level", level) for level in "0123"]
+    more = [facts.keys() - reported[0].keys() for facts in reported]
     texts = {"sampling", "prompt", "output"}
     assert more == [set(), {"sampling"}, texts, texts]
-    assert all(facts["sampling"]["max_new_tokens"] == 100 for facts in told[1:])
-    assert all((f["prompt"], f["output"]) == ("secret", "word") for f in told[2:])
-    assert ended(caplog).keys() == told[2].keys()
+    assert all(facts["sampling"]["max_new_tokens"] == 100 for facts in reported[1:])
+    assert all((f["prompt"], f["output"]) == ("secret", "word") for f in reported[2:])
+    assert ended(caplog).keys() == reported[2].keys()
 
 
 class Long:

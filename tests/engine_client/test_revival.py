@@ -1,4 +1,4 @@
-"""An engine in the place of a lost one: what it is told, and which requests it gets."""
+"""An engine in the place of a lost one: what it gets sent, and which requests it gets."""
 
 import asyncio
 import random
@@ -79,10 +79,10 @@ async def test_a_request_is_run_again_once():
 async def test_a_request_that_waits_for_an_engine_can_be_aborted():
     async with serving(counting, kept=True) as (client, engine):
         engine.hold = True
-        told, left = client.submit(generate("told")), client.submit(generate("left"))
+        state_after, left = client.submit(generate("state_after")), client.submit(generate("left"))
         client.engine_lost("gone")
-        client.abort(told.request)
-        assert [e.reason for e in await events_of(told)] == ["abort"]
+        client.abort(state_after.request)
+        assert [e.reason for e in await events_of(state_after)] == ["abort"]
         async with successor(client) as other:
             left.close()
             other.say(READY)
@@ -173,7 +173,7 @@ async def test_a_fleet_gives_what_waits_to_the_others_and_tells_who_comes_back_w
             assert [m.verb for m in other.received] == ["pause"]
 
 
-def told(*orders: tuple[str, dict]) -> DesiredState:
+def state_after(*orders: tuple[str, dict]) -> DesiredState:
     desired_state = DesiredState()
     for verb, args in orders:
         desired_state.record(verb, args)
@@ -188,8 +188,8 @@ def test_desired_state_leads_from_any_state_to_any_other():
     ]
     rng = random.Random(0)
     for _ in range(200):
-        wanted = told(*(rng.choice(orders) for _ in range(6)))
-        desired_state = told(("pause", {})) if rng.random() < 0.5 else told()
+        wanted = state_after(*(rng.choice(orders) for _ in range(6)))
+        desired_state = state_after(("pause", {})) if rng.random() < 0.5 else state_after()
         steps = 0
         while (order := wanted.lacking(desired_state)) is not None:
             desired_state.record(*order)

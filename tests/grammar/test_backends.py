@@ -467,7 +467,7 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(backend: Backend, kind
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "message"),
     [
         ({"type": "array", "uniqueItems": True}, r"uniqueItems.*\. Leave uniqueItems out; in pyd"),
         ({"type": "string", "not": {"const": "a"}}, r'keys: \["not"\]\. Leave them out'),
@@ -477,8 +477,10 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(backend: Backend, kind
         ),
     ],
 )
-def test_a_schema_that_is_refused_is_reported_with_a_way_out(schema: dict[str, object], told: str):
-    with pytest.raises(RequestError, match=told):
+def test_a_schema_that_is_refused_is_reported_with_a_way_out(
+    schema: dict[str, object], message: str
+):
+    with pytest.raises(RequestError, match=message):
         _cached("llguidance").compile(Constraint(JSON_SCHEMA, json.dumps(schema)))
 
 

@@ -249,7 +249,7 @@ def test_a_waiting_request_can_be_aborted(opened: Open):
 
 
 class Slow:
-    """A workshop whose first constraint takes until it is told."""
+    """A worker pool whose first constraint takes until it is released."""
 
     def __init__(self) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()

@@ -110,8 +110,10 @@ def test_tenants_have_names_of_their_own_for_the_same_tokens():
     for name, namespace in (("a", b"one"), ("b", b"two"), ("c", b"one")):
         ask(running, name, [5] * 9, namespace)
         running.run()
-    told = [one for one in running.core.scheduler.cache.events.take() if isinstance(one, Stored)]
-    first = [one for one in told if one.parent is None]
+    reported = [
+        one for one in running.core.scheduler.cache.events.take() if isinstance(one, Stored)
+    ]
+    first = [one for one in reported if one.parent is None]
     assert [one.namespace[-3:] for one in first] == [b"one", b"two"]
     assert not set(first[0].names) & set(first[1].names)
 

@@ -340,7 +340,7 @@ def test_without_a_bound_half_of_the_free_disk_is_the_most(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "extra, told",
+    "extra, message",
     [
         ({"path": "/proc/nowhere"}, "cannot use"),
         ({"path": 3}, "path must be a text"),
@@ -350,8 +350,8 @@ def test_without_a_bound_half_of_the_free_disk_is_the_most(tmp_path):
         ({"folder": "x"}, "has no 'folder'"),
     ],
 )
-def test_what_the_file_store_cannot_use_is_refused(extra, told, tmp_path):
-    with pytest.raises(ConfigError, match=told):
+def test_what_the_file_store_cannot_use_is_refused(extra, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
         STORES.load("file")(options(**({"path": str(tmp_path)} | extra)))
 
 

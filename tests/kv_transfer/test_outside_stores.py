@@ -162,7 +162,7 @@ def test_what_does_not_fit_in_the_memory_that_is_lent_is_refused_or_evicted() ->
 
 
 @pytest.mark.parametrize(
-    "extra, told",
+    "extra, message",
     [
         ({}, "needs master_server_address and global_segment_size"),
         ({"master_server_address": "127.0.0.1:1", "global_segment_size": 0}, "no master answers"),
@@ -176,9 +176,9 @@ def test_what_does_not_fit_in_the_memory_that_is_lent_is_refused_or_evicted() ->
         ({"master_server_address": "x", "global_segment_size": 0, "fsync": True}, "no 'fsync'"),
     ],
 )
-def test_each_option_of_mooncake_is_read_or_refused_by_name(extra, told, monkeypatch) -> None:
+def test_each_option_of_mooncake_is_read_or_refused_by_name(extra, message, monkeypatch) -> None:
     monkeypatch.setattr("banyan.kv_transfer.mooncake_store._client_kind", lambda: object)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         open_mooncake_store(StoreOptions(MODEL, [SIZE], extra))
 
 

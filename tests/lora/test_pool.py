@@ -53,9 +53,9 @@ def test_an_adapter_that_waits_for_room_is_read_once(base, read, tmp_path):
     lora_pool = LoRAPool(base)
     path, other = (str(write_adapter(tmp_path / name, at)) for at, name in enumerate("ab"))
     for _ in range(2):
-        with pytest.raises(NoRoom) as told:
+        with pytest.raises(NoRoom) as raised:
             lora_pool.prepare_load(TakeAdapter(1, path, room_bytes=100))
-    size = told.value.size_bytes
+    size = raised.value.size_bytes
     taken = lora_pool.prepare_load(TakeAdapter(1, path, room_bytes=size))()
     assert read == [path] and lora_pool.has(1) and taken.size_bytes == size
     lora_pool.prepare_load(TakeAdapter(2, path))()

@@ -20,8 +20,8 @@ COPIES = ("--ep-num-redundant-experts", "2")
 def balancer(*flags: str, rings: list[int] | None = None) -> tuple[ExpertBalancer, ExpertMap]:
     experts = config_with(*SHARED, *COPIES, "--enable-eplb", *flags).experts
     places = ExpertMap(trivial(4, 4, 6), 4, 0, 2, "static")
-    told = [] if rings is None else rings
-    return ExpertBalancer(experts, LAYERS, places, wake=lambda: told.append(1)), places
+    reported = [] if rings is None else rings
+    return ExpertBalancer(experts, LAYERS, places, wake=lambda: reported.append(1)), places
 
 
 def run(found: ExpertBalancer, chosen: np.ndarray, passes: int) -> None:

@@ -144,6 +144,6 @@ def test_what_travels_at_once_has_room() -> None:
 )
 def test_what_has_no_effect_is_reported(flags, limit, match) -> None:
     config = config_with(*flags, limit=limit)
-    told = list(ignored_flags(config, {"experts.a2a": "", "experts.a2a_mode": ""}, NOTHING))
-    [line] = [line for line in told if "a2a" in line or "deepep" in line.lower()]
+    reported = list(ignored_flags(config, {"experts.a2a": "", "experts.a2a_mode": ""}, NOTHING))
+    [line] = [line for line in reported if "a2a" in line or "deepep" in line.lower()]
     assert re.search(match, line), line

@@ -55,9 +55,9 @@ def counted(chosen: list[np.ndarray]) -> np.ndarray:
 
 
 def dumped(record: ExpertRecord, tmp_path) -> dict[str, np.ndarray]:
-    told = order(record, "dump")
+    reported = order(record, "dump")
     path = tmp_path / "expert_distribution_recorder_engine0_7.safetensors"
-    assert str(path) in told and path.stat().st_mode & 0o777 == 0o600
+    assert str(path) in reported and path.stat().st_mode & 0o777 == 0o600
     return read_arrays(str(path))
 
 

@@ -24,13 +24,14 @@ from banyan.ops.cpu.build import (
     _target,
     cached_library,
     compilers,
+    isas_of,
     machine_isa,
+    platform_tag,
     prebuilt_library,
     usable_isa,
 )
 from banyan.ops.cpu.build_process import definitions_for, sources_for
 from banyan.ops.cpu.library import Library, open_library
-from banyan.ops.cpu.prebuild import isas_of, platform_tag
 from tests.ops.emulation import CACHE
 
 needs_compiler = pytest.mark.skipif(not any(compilers()), reason="no C++ compiler is here")
@@ -129,9 +130,9 @@ def test_code_that_fails_its_check_is_replaced_by_that_of_lower_instructions(mon
             closed.append(self.isa)
 
     closed = []
-    told = logging.getLogger("banyan.ops.cpu")
-    monkeypatch.setattr(told, "handlers", [caplog.handler])
-    monkeypatch.setattr(told, "propagate", False)
+    log = logging.getLogger("banyan.ops.cpu")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
     monkeypatch.setattr("banyan.ops.cpu.library.Library", Stub)
     monkeypatch.setattr("banyan.ops.cpu.build.cached_library", lambda compiler, isa: isa)
 
@@ -290,10 +291,12 @@ def test_progress_is_counted_and_the_work_is_gone_when_it_is_done(tmp_path, monk
     )
     monkeypatch.setattr("banyan.ops.cpu.build.compilers", lambda named: iter([quick]))
     path = cached_library(folder=tmp_path, isa="base")
-    told = capfd.readouterr().err
-    assert re.search(r"with sh, once: (\d+) files, about \d+ s on \d+ cores", told), told
-    assert re.search(r"compiling the CPU kernels: \d+ of \d+ files, about \d+ s left", told), told
-    assert "compiled the CPU kernels in" in told
+    output = capfd.readouterr().err
+    assert re.search(r"with sh, once: (\d+) files, about \d+ s on \d+ cores", output), output
+    assert re.search(r"compiling the CPU kernels: \d+ of \d+ files, about \d+ s left", output), (
+        output
+    )
+    assert "compiled the CPU kernels in" in output
     assert sorted(each.name for each in path.parent.iterdir()) == [path.name, "lock"]
 
 

@@ -214,10 +214,10 @@ def fail_in_the_middle(rank: int, size: int, address: str, victim: int, how: str
 def test_a_rank_that_does_not_come_is_named_by_all_others(how, victim, all_say, one_says, tmp_path):
     shared = set(os.listdir("/dev/shm"))
     answers = together(3, tmp_path, fail_in_the_middle, victim, how)
-    told = [answer for answer in answers if answer is not None]
-    assert len(told) == (2 if how == "dies" else 3)
-    assert all("DeviceError" in answer and all_say in answer for answer in told), told
-    assert any(one_says in answer for answer in told), told
+    reported = [answer for answer in answers if answer is not None]
+    assert len(reported) == (2 if how == "dies" else 3)
+    assert all("DeviceError" in answer and all_say in answer for answer in reported), reported
+    assert any(one_says in answer for answer in reported), reported
     assert sorted(os.listdir(tmp_path)) == [f"over{r}" for r in range(3) if answers[r] is not None]
     assert set(os.listdir("/dev/shm")) <= shared
 

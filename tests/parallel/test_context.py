@@ -203,8 +203,8 @@ def test_ranks_that_divide_steps_answer_as_one_does_and_company_changes_no_bit(s
         for rank, found in enumerate(answers):
             alone = found[at]["alone"]
             bits = of_sums.setdefault(sums, alone)  # first of rank 0, which has output scores
-            told = slice(None) if rank == 0 else slice(3)
-            is_same = [one[told] for one in bits] == [one[told] for one in alone]
+            reported = slice(None) if rank == 0 else slice(3)
+            is_same = [one[reported] for one in bits] == [one[reported] for one in alone]
             assert is_same, "who computes a token changes none of its bits"
     assert len(of_sums) < len(asked) or size == 3
 

@@ -174,8 +174,8 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
     talk = meet("gloo", rank, size, f"{address}-talk")
 
     def agree(load: StepLoad) -> list[StepLoad]:
-        told = torch.tensor([msgspec.structs.astuple(load)], dtype=torch.float32)
-        heard = talk.all_gather(told, 3 * size).view(size, 3)[:: layout.ranks].int().tolist()
+        reported = torch.tensor([msgspec.structs.astuple(load)], dtype=torch.float32)
+        heard = talk.all_gather(reported, 3 * size).view(size, 3)[:: layout.ranks].int().tolist()
         return [StepLoad(*one) for one in heard] if any(one[0] for one in heard) else []
 
     model_config = read_model_config(str(folder))

@@ -226,7 +226,7 @@ async def test_what_the_sequences_of_a_request_ask_for_together_is_bounded_with_
     wide = replace(LIMITS, hidden_size=2048, hidden_states=True)
     narrow = replace(wide, max_prompt_tokens=1025)
     scored = ScoreOptions(start=0, top=255)
-    for asked, told, limits in (
+    for asked, reported, limits in (
         (
             request("abc", 900, scores=ScoreOptions(start=3, ids=(1,) * 500)),
             "4509000 log-probabilities of its 10 outputs",
@@ -239,7 +239,7 @@ async def test_what_the_sequences_of_a_request_ask_for_together_is_bounded_with_
         async with serving(say("hi")) as (client, engine):
             several = [asked.with_message(request=RequestId(f"r{i}")) for i in range(10)]
             generator = TextGenerator(client, TOKENIZER, limits)
-            with pytest.raises(RequestError, match=told):
+            with pytest.raises(RequestError, match=reported):
                 await collect(generator, several)
             assert len(client.streams) == 0 and not engine.received, "nothing was begun"
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from banyan.config.env import read_environment
 from banyan.config.schema import ServerConfig
 from banyan.messages.sampling_params import SamplingParams
 from banyan.requests.defaults import seed_source
-from banyan.requests.sampling_params import Limits, fit_prompt, parse_sampling
+from banyan.requests.sampling_params import FILTERS, Limits, fit_prompt, parse_sampling
 
 LIMITS = Limits(context_length=100, vocab_size=50, eos_ids=(1, 2))
 
@@ -299,6 +300,35 @@ def test_a_logit_processor_is_named_with_its_parameters():
         assert error.param == "custom_params"
 
 
+def test_filters_become_one_processor_of_the_server():
+    limits = replace(LIMITS, last_token=lambda text: len(text))
+    assert parse(limits, max_new_tokens=1, typical_p=1, top_n_sigma=-1).sampling.processor == ""
+    parsed = parse(limits, max_new_tokens=1, xtc_probability=0.5, dry_multiplier=0.8, dry_base=2)
+    assert parsed.sampling.processor == "filters" and not parsed.ignored
+    assert msgspec.json.decode(parsed.sampling.processor_params) == {
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.1,
+        "dry_multiplier": 0.8,
+        "dry_base": 2.0,
+        "dry_allowed_length": 2,
+        "dry_penalty_last_n": -1,
+        "dry_breakers": [1, 1, 1, 1],
+    }
+    parsed = parse(limits, max_new_tokens=1, xtc_threshold=0.2, dry_sequence_breakers=["x"])
+    assert list(parsed.ignored) == ["xtc_threshold", "dry_sequence_breakers"]
+
+
+def test_filters_out_of_range_or_with_a_processor_of_the_caller_are_refused():
+    limits = replace(LIMITS, processors=("banner",))
+    for name in FILTERS:
+        for wrong in (-(2**63), 2**64, math.inf, "x", [1]):
+            assert refused(limits, **{name: wrong}).param == name
+    for wrong in ("x", [""], [1], ["x"] * 65, ["x" * 257]):
+        assert refused(limits, dry_sequence_breakers=wrong).param == "dry_sequence_breakers"
+    both = refused(limits, custom_logit_processor="banner", typical_p=0.9)
+    assert both.param == "custom_logit_processor" and "typical_p" in both.text
+
+
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3)
 )
@@ -306,6 +336,7 @@ FIELDS = st.sampled_from(
     ["max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature"]
     + ["top_p", "top_k", "min_p", "frequency_penalty", "repetition_penalty", "n", "ignore_eos"]
     + ["logit_bias", "sampling_seed", "stream_interval", "beam_width", "custom_params"]
+    + [*FILTERS, "dry_sequence_breakers"]
 )
 VALUES = st.one_of(
     SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=3), SCALARS)

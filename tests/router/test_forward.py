@@ -1,4 +1,4 @@
-"""Requests through a router, to workers that are told what to say."""
+"""Requests through a router, to workers with scripted answers."""
 
 import asyncio
 from dataclasses import replace

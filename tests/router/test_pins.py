@@ -1,4 +1,4 @@
-"""Pins through a router: one name for all workers, and every answer told."""
+"""Pins through a router: one name for all workers, and every answer reported."""
 
 import pytest
 
@@ -38,11 +38,11 @@ async def test_one_that_cannot_keep_it_and_one_that_is_away_are_reported() -> No
     ):
         await until(lambda: sum(w.is_well for w in it.state.pool.workers) == 2)
         answer = await it.http.post("/pin_prefix", json={"text": "a"})
-        told = answer.json()
-        assert answer.status_code == 400 and told["success"] is False
-        assert [worker["status"] for worker in told["workers"]] == [200, 400]
-        assert "256 prefixes" in str(told["workers"][1]["body"])
-        assert [worker["worker"] for worker in told["not_asked"]] == [away.url]
+        found = answer.json()
+        assert answer.status_code == 400 and found["success"] is False
+        assert [worker["status"] for worker in found["workers"]] == [200, 400]
+        assert "256 prefixes" in str(found["workers"][1]["body"])
+        assert [worker["worker"] for worker in found["not_asked"]] == [away.url]
         assert not away.requests
     await away.stop()
 

@@ -96,7 +96,7 @@ def test_an_order_that_nothing_carries_out_is_refused_by_name() -> None:
 
 
 def obey_alike(rank: int, size: int, address: str, library: str, mark: bytes) -> tuple[object, ...]:
-    inner = Inner(body=b"told")
+    inner = Inner(body=b"body")
 
     def prepare(order: ControlOp) -> Alike:
         return Alike(inner.prepare(order), "the file", b"mark 1" if rank else mark)
@@ -123,7 +123,7 @@ def test_what_needs_all_ranks_alike_is_done_by_none_where_one_is_not(
         assert done == ["ready for TakeWeights", "step 1"]
     (tmp_path / "alike").mkdir()
     for replies, _ in together(2, tmp_path / "alike", obey_alike, library, b"mark 1"):
-        assert replies == [(True, "did TakeWeights", b"told")]
+        assert replies == [(True, "did TakeWeights", b"body")]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

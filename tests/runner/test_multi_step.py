@@ -1,4 +1,4 @@
-"""What is told of a burst while it runs."""
+"""The reports of a multi-step plan while it runs."""
 
 import os
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def test_steps_that_take_next_to_nothing_ring_once_for_many(model_config, bell, 
 def test_what_is_reported_of_a_burst_is_the_beginning_of_its_result(
     model_config, bell, monkeypatch
 ):
-    """Asked for in the middle of it: as soon as its last step but one has told how far it is."""
+    """Asked for in the middle of it: as soon as its last step but one has reported its progress."""
     driver, requests = prompted(model_config, bell)
     runner = driver.runner
     plan = multi_step(driver, requests, 1)
@@ -81,12 +81,12 @@ def test_what_is_reported_of_a_burst_is_the_beginning_of_its_result(
 
     monkeypatch.setattr(multi_steps._recording, "multi_step", run_and_look)
     result = runner.launch(plan).result()
-    ((told, tokens, others),) = seen
-    assert told == STEPS - 1, "the last step's tokens come with the result"
+    ((reported, tokens, others),) = seen
+    assert reported == STEPS - 1, "the last step's tokens come with the result"
     assert others is None
     assert runner.tokens_so_far(plan.step) is None, "it runs no longer"
     for row, whole in enumerate(result.tokens):
-        assert tokens[row] == whole[: 4 * told]
+        assert tokens[row] == whole[: 4 * reported]
     right = [Request(list(r.prompt), greedy(1 + STEPS)) for r in requests]
     Driver(build_runner(model_config, is_recorded=True)).run(right)
     for row, request in enumerate(right):

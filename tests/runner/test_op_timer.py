@@ -1,4 +1,4 @@
-"""What an op takes is told by the middle one of several runs, over pages that lie in memory."""
+"""The time of an op is the median of several runs, over pages that lie in memory."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -397,8 +397,8 @@ def test_the_copies_of_a_failed_step_are_reported_as_failed(make_wrapped):
     join, grant = driver.enter(request)
     copies = [PageCopy(3, 0, device_page(1), device_page(900), "after")]
     plan = driver.plan(joins=[join], grants=[grant], rows=[driver.row(request)], copies=copies)
-    told = driver.runner.launch(plan).copies()
-    assert (told.ids, told.failed) == ([], [3])
+    reported = driver.runner.launch(plan).copies()
+    assert (reported.ids, reported.failed) == ([], [3])
 
 
 def test_an_empty_plan_gives_an_empty_result(make_runner):

@@ -15,10 +15,10 @@ PROMPT = list(range(21))
 
 
 class HiddenDriver(Driver):
-    """The state of a position is its number, so that what arrives can be told apart."""
+    """The state of a position is its number, so that what arrives is recognised."""
 
     def __init__(self, **more) -> None:
-        self.told: dict[str, list[float]] = {}
+        self.reported: dict[str, list[float]] = {}
         super().__init__(**more)
 
     def ask(self, name: str, hidden_from: int, new: int = 6) -> None:
@@ -43,7 +43,7 @@ class HiddenDriver(Driver):
             if isinstance(event, Tokens) and event.hidden:
                 states = array("f", event.hidden).tolist()
                 assert states[0] == event.hidden_first
-                self.told.setdefault(event.request, []).extend(states)
+                self.reported.setdefault(event.request, []).extend(states)
         super()._hear(events)
 
 
@@ -58,9 +58,9 @@ def test_every_position_from_the_first_wanted_is_reported_once(depth, chunk, fir
     driver.ask("b", first, new=0)
     driver.run()
     assert driver.outputs["a"] == continuation(PROMPT, 6)
-    assert driver.told["a"] == list(range(first, len(PROMPT) + 5)), "all but the last token's"
-    assert driver.told["b"] == list(range(first, len(PROMPT)))
-    assert "other" not in driver.told
+    assert driver.reported["a"] == list(range(first, len(PROMPT) + 5)), "all but the last token's"
+    assert driver.reported["b"] == list(range(first, len(PROMPT)))
+    assert "other" not in driver.reported
 
 
 def test_a_prefix_is_taken_from_the_cache_below_the_first_wanted_position_only():
@@ -86,12 +86,12 @@ def test_a_retraction_repeats_and_skips_no_state(depth, steps):
     driver.receive(RetractAll())
     driver.run()
     assert driver.outputs["a"] == continuation(PROMPT, 6)
-    assert driver.told["a"] == list(range(len(PROMPT) + 5))
+    assert driver.reported["a"] == list(range(len(PROMPT) + 5))
 
 
 def test_a_request_for_hidden_states_verifies_no_drafts():
     driver = HiddenDriver(drafts=2)
     driver.ask("a", 0)
     driver.run()
-    assert driver.told["a"] == list(range(len(PROMPT) + 5))
+    assert driver.reported["a"] == list(range(len(PROMPT) + 5))
     assert not any(row.drafts for plan in driver.plans for row in plan.rows)

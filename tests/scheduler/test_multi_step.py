@@ -99,8 +99,8 @@ def test_what_a_burst_has_sampled_so_far_is_passed_on_and_changes_nothing() -> N
     step = driver.first_multi_step().step
     tokens = {0: array("i", [7, 8]).tobytes(), 1: array("i", [9]).tobytes()}
     flights = driver.core.scheduler.flights
-    (told,) = partial_tokens(flights[step], tokens)
-    assert (told.request, told.first, told.tokens) == ("eager", 1, tokens[0])
+    (reported,) = partial_tokens(flights[step], tokens)
+    assert (reported.request, reported.first, reported.tokens) == ("eager", 1, tokens[0])
     driver.receive(Abort("eager"))
     assert partial_tokens(flights[step], tokens) == []
 

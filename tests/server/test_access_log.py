@@ -23,9 +23,9 @@ def lines(
 ) -> Callable[[], list[str]]:
     logging.getLogger(LINES[0]).setLevel(logging.NOTSET)
     for name in LINES:
-        told = logging.getLogger(name)
-        monkeypatch.setattr(told, "handlers", [caplog.handler])
-        monkeypatch.setattr(told, "propagate", False)
+        log = logging.getLogger(name)
+        monkeypatch.setattr(log, "handlers", [caplog.handler])
+        monkeypatch.setattr(log, "propagate", False)
     logging.getLogger(LINES[1]).setLevel(logging.INFO)
     return lambda: caplog.messages
 
@@ -41,14 +41,14 @@ def test_each_request_leaves_a_line_when_asked_for(lines: Callable[[], list[str]
             site.http.post("/generate", json={"text": "a"})
             site.http.get("/no%0Awhere?key=secret")
             site.call(int)
-        told = [line for line in lines() if line.startswith("http ")]
-        assert len(told) == expected
+        logged = [line for line in lines() if line.startswith("http ")]
+        assert len(logged) == expected
     assert re.fullmatch(
         r"http method=GET path=/livez status=200 seconds=\d+\.\d{3} peer=127\.0\.0\.1 id=\w{32}",
-        told[0],
+        logged[0],
     )
-    assert "method=POST path=/generate status=200" in told[1]
-    assert "path=/no\\nwhere status=404" in told[2] and "secret" not in told[2]
+    assert "method=POST path=/generate status=200" in logged[1]
+    assert "path=/no\\nwhere status=404" in logged[2] and "secret" not in logged[2]
 
 
 def test_a_request_that_is_refused_leaves_one_line(lines: Callable[[], list[str]]) -> None:
@@ -95,8 +95,8 @@ def test_the_first_refusal_of_each_kind_is_reported_unasked(lines: Callable[[], 
             assert site.http.post(chat, json={"messages": USER}).status_code == 200
         site.http.post(chat, json={"messages": USER, "temperature": "secret"})
         site.call(int)
-    told = [re.sub(r"id=\w+ ", "", line.partition(" peer=")[0]) for line in lines()]
-    assert told == [
+    logged = [re.sub(r"id=\w+ ", "", line.partition(" peer=")[0]) for line in lines()]
+    assert logged == [
         'request refused route="/no\\\\nwhere" status=404 reason=not_found',
         f"request refused route={chat} status=400 reason=invalid_request field=messages",
         "request refused route=/v1/models/other status=404 reason=model_not_found field=model",
@@ -113,11 +113,11 @@ def test_the_first_warning_of_each_kind_is_reported_unasked(lines: Callable[[], 
             body = {"messages": USER, "model": model, "temprature": 0}
             assert site.http.post(chat, json=body).status_code == 200
         site.call(int)
-    told = ' told="the first of its kind"'
+    reported = ' told="the first of its kind"'
     assert lines() == [
-        f'not honoured in full route={chat} what="temprature: unknown field, ignored"' + told,
+        f'not honoured in full route={chat} what="temprature: unknown field, ignored"' + reported,
         f"not honoured in full route={chat} what=\"model: 'gpt-4' is not served; 'tiny' answers\""
-        + told,
+        + reported,
     ]
 
 

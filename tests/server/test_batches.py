@@ -142,9 +142,9 @@ def test_a_faulty_input_fails_whole_and_names_its_lines(client: openai.OpenAI) -
     lines = [line("a"), line("a"), line("b", "/v1/completions"), line("c", stream=True), []]
     batch = ended(client, begin(client, lines))
     assert batch.status == "failed" and batch.output_file_id is None
-    told = [(fault.line, fault.code) for fault in batch.errors.data]
-    assert told[0] == (2, "duplicate_custom_id")
-    assert [number for number, _ in told] == [2, 3, 4, 5]
+    logged = [(fault.line, fault.code) for fault in batch.errors.data]
+    assert logged[0] == (2, "duplicate_custom_id")
+    assert [number for number, _ in logged] == [2, 3, 4, 5]
 
 
 def test_an_impossible_batch_is_refused(client: openai.OpenAI) -> None:
@@ -333,8 +333,8 @@ def test_a_line_on_which_the_engine_dies_twice_has_failed_and_the_others_go_on(
             site.call(site.state.storage.release)
     assert found.status == "completed" and found.request_counts.total == 10
     assert sorted(good) == sorted(set(ids) - {"deadly"}) and list(failed) == ["deadly"]
-    told = failed["deadly"]["response"]
-    assert told["status_code"] == 500 and told["body"]["error"]["code"] == "engine_died"
+    reported = failed["deadly"]["response"]
+    assert reported["status_code"] == 500 and reported["body"]["error"]["code"] == "engine_died"
     assert "deadly" in asked[1][-1], "the suspects come one at a time"
     assert not any("deadly" in prompt for prompt in asked[2])
 

@@ -68,10 +68,10 @@ def test_openai_answers_tell_where_cached_tokens_lay_when_they_are_asked(
     site.state.config = replace(site.state.config, cache=CacheConfig(store=store))
     site.generator.found = structs.replace(SPARE, stored_tokens=32 if store else 0)
     for path, body in OPENAI:
-        told = last(site, path, {**body, "return_cached_tokens_details": True}, stream)
+        reported = last(site, path, {**body, "return_cached_tokens_details": True}, stream)
         where = PLACES[store]
-        assert told["sglext"] == {"cached_tokens_details": where, "cache_miss": "evicted"}
-        assert not told["choices"] if stream else told["choices"]
+        assert reported["sglext"] == {"cached_tokens_details": where, "cache_miss": "evicted"}
+        assert not reported["choices"] if stream else reported["choices"]
         unasked = last(site, path, {**body, "return_cached_tokens_details": None}, stream)
         assert "sglext" not in unasked
 
@@ -81,11 +81,11 @@ def test_usage_tells_why_no_more_was_cached(reporting: Site, stream: bool) -> No
     for path, body in OPENAI:
         reporting.generator.found = SPARE
         asked = {**body, "stream_options": {"include_usage": True}} if stream else body
-        told = last(reporting, path, asked, stream)["usage"]["prompt_tokens_details"]
-        assert told == {"cached_tokens": 40, "cache_miss": "evicted"}
+        reported = last(reporting, path, asked, stream)["usage"]["prompt_tokens_details"]
+        assert reported == {"cached_tokens": 40, "cache_miss": "evicted"}
         reporting.generator.found = structs.replace(SPARE, cache_miss="")
-        told = last(reporting, path, asked, stream)["usage"]["prompt_tokens_details"]
-        assert told == {"cached_tokens": 40}, "everything came that could"
+        reported = last(reporting, path, asked, stream)["usage"]["prompt_tokens_details"]
+        assert reported == {"cached_tokens": 40}, "everything came that could"
 
 
 def test_several_prompts_tell_each_reason_once(
@@ -109,8 +109,11 @@ def test_several_prompts_tell_each_reason_once(
         4 * 8,
         4 * 40,
     )
-    told = {answer["sglext"]["cache_miss"], answer["usage"]["prompt_tokens_details"]["cache_miss"]}
-    assert len(told) == 1 and sorted(told.pop().split(",")) == ["evicted", "unseen"]
+    reported = {
+        answer["sglext"]["cache_miss"],
+        answer["usage"]["prompt_tokens_details"]["cache_miss"],
+    }
+    assert len(reported) == 1 and sorted(reported.pop().split(",")) == ["evicted", "unseen"]
 
 
 def test_the_client_of_openai_reads_both(reporting: Site) -> None:
@@ -138,8 +141,8 @@ def test_messages_and_responses_tell_it_in_their_usage(reporting: Site, stream: 
     assert '"cache_read_input_tokens":40' in answer.text.replace(" ", "")
     assert '"cache_miss":"evicted"' in answer.text.replace(" ", "")
     body = {"model": "tiny", "input": "Hi"}
-    told = last(reporting, "/v1/responses", body, stream)
-    usage = told.get("response", told)["usage"]["input_tokens_details"]
+    reported = last(reporting, "/v1/responses", body, stream)
+    usage = reported.get("response", reported)["usage"]["input_tokens_details"]
     assert (usage["cached_tokens"], usage["cache_miss"]) == (40, "evicted")
 
 
@@ -147,8 +150,10 @@ def test_messages_and_responses_tell_it_in_their_usage(reporting: Site, stream: 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_ollama_answers_tell_it_where_they_count(reporting: Site, path: str, stream: bool) -> None:
     body = {"model": "tiny", "messages": USER} if path == "/api/chat" else {"model": "tiny"}
-    told = last(reporting, path, body | ({} if "messages" in body else {"prompt": "Hi"}), stream)
-    assert (told["cached_tokens"], told["cache_miss"]) == (40, "evicted")
+    reported = last(
+        reporting, path, body | ({} if "messages" in body else {"prompt": "Hi"}), stream
+    )
+    assert (reported["cached_tokens"], reported["cache_miss"]) == (40, "evicted")
 
 
 @WAYS

@@ -199,12 +199,12 @@ def live(rid: str, phase: str = "decode") -> LiveRequest:
     return LiveRequest(RequestId(rid), phase, 10, 14, 8, 4, 1.5, 0.25)
 
 
-def told(*requests: LiveRequest) -> Reply:
+def reply_of(*requests: LiveRequest) -> Reply:
     return Reply(1, True, body=msgspec.json.encode(requests))
 
 
 def test_requests_are_listed_with_their_phase_and_numbers(site: Site, http: httpx.Client) -> None:
-    site.client.reply = told(live("a"), live("ended"))
+    site.client.reply = reply_of(live("a"), live("ended"))
     with_open(site, {"a": b"", "b": b""})
     answer = http.get("/requests").json()
     assert answer["open"] == 2
@@ -229,7 +229,7 @@ def test_a_key_sees_its_own_requests_and_the_administrator_all() -> None:
             headers = {"authorization": f"Bearer {key}"}
             site.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
             tenants[key] = site.generator.asked[-1].message.caller
-        site.client.reply = told(live("a"), live("b"))
+        site.client.reply = reply_of(live("a"), live("b"))
         with_open(site, {"a": tenants["one"], "b": tenants["two"]})
 
         def seen(key: str) -> list[str]:
@@ -243,7 +243,7 @@ def test_a_key_sees_its_own_requests_and_the_administrator_all() -> None:
 def test_ended_requests_are_those_of_the_caller() -> None:
     server = config_of("--api-key", "one two", "--admin-api-key", "root").server
     with Site(server).serving() as site:
-        site.client.reply = told()
+        site.client.reply = reply_of()
         for key in ("one", "two"):
             headers = {"authorization": f"Bearer {key}"}
             site.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)

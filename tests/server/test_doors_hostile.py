@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
-from banyan.server.anthropic import schema as anthropic
-from banyan.server.anthropic import translate as from_anthropic
-from banyan.server.ollama import schema as ollama
-from banyan.server.ollama import translate as from_ollama
+from banyan.server.anthropic import translate as anthropic
+from banyan.server.ollama import translate as ollama
 from banyan.server.openai.prompts import checked_messages
 from banyan.server.openai.schema import ChatRequest, typed
 from tests.server.fakes import Site
@@ -96,7 +94,7 @@ def test_any_body_of_the_messages_api_becomes_a_chat_request_or_a_refusal(
 ) -> None:
     try:
         request = typed(body, anthropic.MessagesRequest)
-        found = from_anthropic.chat_body(request, None, report)
+        found = anthropic.chat_body(request, None, report)
         checked_messages(typed(found, ChatRequest).messages)
     except RequestError as error:
         assert error.status == 400 and str(error)
@@ -109,7 +107,7 @@ def test_any_body_of_ollama_s_chat_becomes_a_chat_request_or_a_refusal(
 ) -> None:
     try:
         request = typed(body, ollama.OllamaChatRequest)
-        checked_messages(typed(from_ollama.chat_body(request, report), ChatRequest).messages)
+        checked_messages(typed(ollama.chat_body(request, report), ChatRequest).messages)
     except RequestError as error:
         assert error.status == 400 and str(error)
 
@@ -122,8 +120,8 @@ def test_any_body_of_ollama_s_prompts_becomes_a_chat_request_or_a_refusal(
     try:
         request = typed(body, ollama.GenerateRequest)
         for found in (
-            from_ollama.prompt_body(request, report),
-            from_ollama.raw_body(request, [1], report),
+            ollama.prompt_body(request, report),
+            ollama.raw_body(request, [1], report),
         ):
             typed(found, ChatRequest)
     except RequestError as error:

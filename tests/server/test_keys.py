@@ -129,7 +129,7 @@ def test_no_more_requests_of_a_key_are_open_than_it_may_have(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("- a", "must be a mapping"),
         ("other: 1", "must have one entry, keys"),
@@ -157,9 +157,9 @@ def test_no_more_requests_of_a_key_are_open_than_it_may_have(tmp_path: Path) -> 
     ],
 )
 def test_what_is_wrong_with_a_file_is_reported_without_its_keys(
-    tmp_path: Path, text: str, told: str
+    tmp_path: Path, text: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told.replace("(", "\\(")):
+    with pytest.raises(ConfigError, match=message.replace("(", "\\(")):
         Keys("", written(tmp_path, text))
 
 

@@ -239,11 +239,11 @@ def test_gauges_have_the_labels_of_every_rank_on_demand() -> None:
 
 def test_drafts_are_reported_where_there_are_any() -> None:
     drafted = replace_stats(verify_rows=10, correct_drafts=5)
-    for stats, told in ((STATS, None), (drafted, 1.5)):
+    for stats, reported in ((STATS, None), (drafted, 1.5)):
         metrics = metrics_of(
             "--enable-metrics", replicas=lambda stats=stats: [Replica(0, True, READY, stats)]
         )
-        assert read(metrics).get(("spec_accept_length", ("0",))) == told
+        assert read(metrics).get(("spec_accept_length", ("0",))) == reported
 
 
 def replace_stats(**changes):
@@ -312,12 +312,12 @@ def test_a_rule_that_is_none_is_refused(rule) -> None:
 
 
 def test_times_between_tokens_are_counted_as_the_library_counts() -> None:
-    bounds, told = (0.5, 3.0, float("inf")), [(0.5, 1), (0.25, 2), (3.5, 1), (0.75, 3)]
+    bounds, reported = (0.5, 3.0, float("inf")), [(0.5, 1), (0.25, 2), (3.5, 1), (0.75, 3)]
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     quick = QuickHistogram("gaps", "about", ("who",), bounds)
     ours.register(quick)
     whole = Histogram("gaps", "about", ("who",), registry=theirs, buckets=bounds)
-    for value, count in told:
+    for value, count in reported:
         quick.labels("me").observe(value, count)
         for _ in range(count):
             whole.labels("me").observe(value)

@@ -54,8 +54,10 @@ def test_each_living_replica_has_a_load_of_its_own(site: Site, http: httpx.Clien
     busy = Stats(running=1, held_pages=1)
     site.client.others = [Replica(1, False, READY, busy), Replica(2, True, READY, busy)]
     loads = http.get("/v1/loads").json()["loads"]
-    told = [(load["dp_rank"], load["num_running_reqs"], load["num_used_tokens"]) for load in loads]
-    assert told == [(0, 2, 64), (2, 1, 16)]
+    reported = [
+        (load["dp_rank"], load["num_running_reqs"], load["num_used_tokens"]) for load in loads
+    ]
+    assert reported == [(0, 2, 64), (2, 1, 16)]
     (load,) = http.get("/v1/loads", params={"dp_rank": 2}).json()["loads"]
     assert load["max_total_num_tokens"] == 8192 and load["memory"]["token_capacity"] == 8192
     lines = http.get("/v1/loads", params={"format": "prometheus"}).text.splitlines()

@@ -20,7 +20,7 @@ USER = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def known() -> Iterator[Site]:
-    """A server that was told a name and the origin of a page."""
+    """A server that was given a name and the origin of a page."""
     flags = ("--allowed-hosts", "models.example", "--allowed-origins", f"{PAGE},{FOREIGN}")
     with Site(config_of(*flags).server).serving() as site:
         yield site
@@ -135,8 +135,8 @@ def test_the_answer_to_a_body_that_is_no_json_names_the_missing_header(http: htt
     assert "-H 'Content-Type: application/json'" in form.json()["message"]
     assert "application/x-www-form-urlencoded" in form.json()["message"]
     declared = {"content-type": "application/json"}
-    told = http.post("/v1/chat/completions", content=b"{", headers=declared).json()["message"]
-    assert "Content-Type" not in told
+    answer = http.post("/v1/chat/completions", content=b"{", headers=declared).json()["message"]
+    assert "Content-Type" not in answer
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,10 @@ def test_a_bad_answer_is_reported_to_all_and_does_not_hold():
             raise RequestError("no token", status=503)
 
         for _ in range(2):
-            told = await asyncio.gather(
+            reported = await asyncio.gather(
                 *(probe.ask(question) for _ in range(3)), return_exceptions=True
             )
-            assert [str(error) for error in told] == ["no token"] * 3
+            assert [str(error) for error in reported] == ["no token"] * 3
         with pytest.raises(RequestError):
             await probe.ask(question)
 

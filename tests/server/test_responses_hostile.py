@@ -17,7 +17,7 @@ from banyan.server.responses.translate import (
     given_items,
 )
 from banyan.server.tool_servers.base import ToolServers
-from banyan.server.tool_servers.demo import DemoServer
+from banyan.server.tool_servers.start import DemoServer
 from tests.server.fakes import Site
 from tests.server.test_doors_hostile import DEEP
 

@@ -11,7 +11,7 @@ import pytest
 from banyan.messages.requests import Constraint
 from banyan.requests.generation import Finish
 from banyan.server.tool_servers.base import ToolServers
-from banyan.server.tool_servers.demo import DemoServer
+from banyan.server.tool_servers.start import DemoServer
 from tests.server.fakes import Site, steps
 from tests.server.talk import TEMPLATE, says, service_with
 from tests.support.responses import (

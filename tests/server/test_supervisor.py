@@ -25,7 +25,7 @@ CONFIG = Config(server=ServerConfig(engine_restarts=3, heartbeat_timeout_s=60.0)
 
 @dataclass
 class Life:
-    """One engine: says `word`, then beats until it is stopped, or told to be silent."""
+    """One engine: says `word`, then beats until it is stopped, or asked to be silent."""
 
     address: str
     word: Ready | Fatal
@@ -112,7 +112,7 @@ async def test_a_dead_engine_is_replaced_and_late_news_of_it_is_nothing():
     keeping = asyncio.create_task(supervisor.keep())
     engines.lives[0].on_death("the first was killed")
     await serves(supervisor, engines, 2)
-    engines.lives[0].on_death("the first was killed, told once more")
+    engines.lives[0].on_death("the first was killed, reported once more")
     await asyncio.sleep(0.05)
     assert supervisor.engines[0].health().progressing and len(engines.lives) == 2
     await closed(supervisor, keeping)

@@ -134,7 +134,7 @@ def test_another_certificate_is_taken_without_a_restart(tmp_path: Path, more, ca
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (("--ssl-keyfile", "x"), "give --ssl-certfile"),
         (("--enable-ssl-refresh",), "give --ssl-certfile"),
@@ -142,8 +142,8 @@ def test_another_certificate_is_taken_without_a_restart(tmp_path: Path, more, ca
         (("--ssl-certfile", __file__), "in PEM"),
     ],
 )
-def test_what_is_wrong_with_the_files_is_reported(given, told) -> None:
-    with pytest.raises(ConfigError, match=f"(?i){told}"):
+def test_what_is_wrong_with_the_files_is_reported(given, message) -> None:
+    with pytest.raises(ConfigError, match=f"(?i){message}"):
         tls_context(config_of(*given).server)
 
 

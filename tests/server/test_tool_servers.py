@@ -26,8 +26,7 @@ from banyan.requests.request_spec import RequestSpec
 from banyan.server.responses import route as responses_route
 from banyan.server.responses.tools import ServerCalls, offered_tools
 from banyan.server.tool_servers.base import MAX_OUTPUT_CHARS, ToolServers
-from banyan.server.tool_servers.demo import DemoServer, calculate
-from banyan.server.tool_servers.start import addresses, start_tool_servers
+from banyan.server.tool_servers.start import DemoServer, addresses, calculate, start_tool_servers
 from tests.server.fakes import Site, Step, steps
 from tests.server.talk import TEMPLATE, service_with
 from tests.support.responses import MESSAGE, THINKING, ask, events, kinds, without_ids

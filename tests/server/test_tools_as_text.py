@@ -115,8 +115,10 @@ def test_a_template_without_system_messages_gets_the_tools_in_the_user_s(
 def test_calls_and_results_of_earlier_turns_are_shown(model: Site, http: httpx.Client) -> None:
     messages = [*USER, ASKED, TOLD, {**TOLD, "content": "sunny"}]
     assert http.post(PATH, json={"messages": messages, "tools": TOOLS}).status_code == 200
-    told = "".join(f"<tool_response>\n{r}\n</tool_response>\n" for r in ("18 degrees", "sunny"))
-    assert f"<|assistant|>{CALL}<|end|><|user|>{told.strip()}<|end|><|assistant|>" in prompt(model)
+    reported = "".join(f"<tool_response>\n{r}\n</tool_response>\n" for r in ("18 degrees", "sunny"))
+    assert f"<|assistant|>{CALL}<|end|><|user|>{reported.strip()}<|end|><|assistant|>" in prompt(
+        model
+    )
 
 
 def test_a_call_without_a_name_is_refused(model: Site, http: httpx.Client) -> None:

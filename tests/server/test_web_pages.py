@@ -218,8 +218,8 @@ def test_every_field_of_a_schema_is_known_to_its_route(http: httpx.Client, path:
     for name in schema["properties"]:
         answer = http.post(path, json={name: "x"})
         assert "unknown field" not in answer.headers.get("x-banyan-warnings", ""), name
-    told = http.post(path, json={"no_such_field": "x"}).headers.get("x-banyan-warnings", "")
-    assert "no_such_field" in told
+    reported = http.post(path, json={"no_such_field": "x"}).headers.get("x-banyan-warnings", "")
+    assert "no_such_field" in reported
 
 
 @pytest.mark.parametrize("path", [path for path in READERS if path != "/v1/score"])

@@ -43,12 +43,14 @@ def test_a_request_that_waits_for_a_place_says_so_and_for_how_long(recorded):
     driver.submit("first-request", [1, 2, 3], new=4, ignore_eos=True)
     driver.submit("second-request", [4, 5, 6], new=3, ignore_eos=True)
     run(driver)
-    told = explain(path, "second-request")
-    assert told.waits == {PLACES: 4.0} and told.entered_s - told.came_s == 4.0
-    assert (told.prompt_tokens, told.output_tokens, told.end) == (3, 3, "length")
-    assert (told.prompt_steps, told.decode_steps) == (1, 2)
-    assert "4.000 s: every place was taken (--max-running-requests)" in str(told)
-    assert "in 1 step with its prompt" in str(told) and "in 2 steps for 3 tokens" in str(told)
+    reported = explain(path, "second-request")
+    assert reported.waits == {PLACES: 4.0} and reported.entered_s - reported.came_s == 4.0
+    assert (reported.prompt_tokens, reported.output_tokens, reported.end) == (3, 3, "length")
+    assert (reported.prompt_steps, reported.decode_steps) == (1, 2)
+    assert "4.000 s: every place was taken (--max-running-requests)" in str(reported)
+    assert "in 1 step with its prompt" in str(reported) and "in 2 steps for 3 tokens" in str(
+        reported
+    )
     assert explain(path, "first-request").waits == {}
 
 
@@ -57,10 +59,10 @@ def test_pages_that_lack_and_retractions_are_reported(recorded):
     for name in "abc":
         driver.submit(f"request-{name}", [ord(name)] * 7, new=12)
     run(driver)
-    told = [explain(path, f"request-{name}") for name in "abc"]
-    assert sum(len(one.retracted_s) for one in told) > 0
-    assert any(PAGES in one.waits for one in told)
-    assert "retracted" in str(max(told, key=lambda one: len(one.retracted_s)))
+    reported = [explain(path, f"request-{name}") for name in "abc"]
+    assert sum(len(one.retracted_s) for one in reported) > 0
+    assert any(PAGES in one.waits for one in reported)
+    assert "retracted" in str(max(reported, key=lambda one: len(one.retracted_s)))
 
 
 def test_what_was_in_the_cache_is_reported_and_so_is_a_pause(recorded):
@@ -69,9 +71,9 @@ def test_what_was_in_the_cache_is_reported_and_so_is_a_pause(recorded):
     run(driver)
     driver.submit("request-two", [1] * 12, new=2, ignore_eos=True)
     run(driver)
-    told = explain(path, "request-two")
-    assert told.cached_tokens == 8 and "12 tokens, 8 of them from the cache" in str(told)
-    assert PAUSED not in told.waits
+    reported = explain(path, "request-two")
+    assert reported.cached_tokens == 8 and "12 tokens, 8 of them from the cache" in str(reported)
+    assert PAUSED not in reported.waits
 
 
 def test_a_request_that_is_not_in_it_is_named_with_those_that_are(recorded):

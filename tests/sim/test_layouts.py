@@ -12,7 +12,7 @@ from banyan.config.schema import Config
 from banyan.messages.plan import Row, StepPlan
 from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import ExpertFacts, LatentFacts
-from banyan.sim.device import PipelineDevice, World
+from banyan.sim.device import PipelineDevice, Roofline, World
 from banyan.sim.layout import (
     SHEETS,
     Hardware,
@@ -22,7 +22,6 @@ from banyan.sim.layout import (
     read_layout,
     weights_per_device,
 )
-from banyan.sim.steptime import Roofline
 from banyan.sim.study import StudyQuestion, study
 from banyan.sim.workload import Arrival, poisson
 from tests.models.families import EXPERTS, tiny

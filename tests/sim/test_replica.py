@@ -10,10 +10,8 @@ from banyan.kv_cache.sizing import FULL, CacheGroup
 from banyan.messages.plan import Row, StepPlan
 from banyan.scheduler.budget import SchedulerLimits
 from banyan.scheduler.routing import round_robin
-from banyan.sim.device import OneDevice, World
-from banyan.sim.replica import ReplicaSet, SimulatedReplica
-from banyan.sim.report import spread
-from banyan.sim.steptime import Roofline
+from banyan.sim.device import OneDevice, Roofline, World
+from banyan.sim.replica import ReplicaSet, SimulatedReplica, spread
 from banyan.sim.workload import mooncake, poisson
 from tests.support.simulated import DEVICE, MODEL_CONFIG, TRACE, Outcome
 

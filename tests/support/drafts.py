@@ -54,7 +54,7 @@ def answers(engine: Engine, **body: object) -> list[dict]:
     return found if isinstance(found, list) else [found]
 
 
-def told(answer: dict) -> object:
+def output_of(answer: dict) -> object:
     """What of an answer must not depend on drafts."""
     meta = answer["meta_info"]
     scores = {key: meta[key] for key in meta if "logprob" in key}

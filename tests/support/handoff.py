@@ -11,7 +11,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
 
 
-def told(found: dict) -> dict[str, object]:
+def output_of(found: dict) -> dict[str, object]:
     """Tokens and log-probabilities, bit for bit, and why it ended."""
     meta = found["meta_info"]
     names = ("output_token_logprobs", "input_token_logprobs", "output_top_logprobs")

@@ -47,10 +47,10 @@ class Pages:
 
 
 class Side:
-    """A mover and what it has told."""
+    """A mover and what it has reported."""
 
     def __init__(self, kind: type, port: int, **changed: object) -> None:
-        self.pages, self.told, self.port = Pages(), [], port
+        self.pages, self.reported, self.port = Pages(), [], port
         self._bell = threading.Semaphore(0)
         given = {
             "is_prefill": kind is PrefillSide,
@@ -70,13 +70,13 @@ class Side:
         """The next of this kind that it tells."""
         until = time.monotonic() + wait_s
         while time.monotonic() < until:
-            for end in self.told:
+            for end in self.reported:
                 if isinstance(end, kind):
-                    self.told.remove(end)
+                    self.reported.remove(end)
                     return end
             self._bell.acquire(timeout=0.1)
-            self.told += self.mover.ended()
-        raise AssertionError(f"no {kind.__name__}, but {self.told}")
+            self.reported += self.mover.ended()
+        raise AssertionError(f"no {kind.__name__}, but {self.reported}")
 
 
 def free_port() -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from banyan.model_config.model_config import ModelConfig
 from banyan.sim.layout import Hardware
-from banyan.sim.report import RequestTimes, SimulationReport
+from banyan.sim.replica import RequestTimes, SimulationReport
 
 MODEL_CONFIG = ModelConfig(
     path="",

@@ -14,7 +14,7 @@ KEPT = 896
 WAIT_S = 60.0
 
 
-def told(found: dict) -> dict[str, object]:
+def output_of(found: dict) -> dict[str, object]:
     """Tokens and log-probabilities, bit for bit."""
     return {"ids": found["output_ids"], "scores": found["meta_info"]["output_token_logprobs"]}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.stores import KEPT, OTHER, WAIT_S, http_ask, pages, stored_tokens, told
+from tests.support.stores import KEPT, OTHER, WAIT_S, http_ask, output_of, pages, stored_tokens
 from tests.system.serving import Server, serving, wait_until
 
 ROUTE = "/hicache/storage-backend"
@@ -82,10 +82,10 @@ def test_a_store_comes_and_goes_while_the_server_runs(
         assert attach(server, folder).status_code == 200
         first, second = http_ask(server), http_ask(server, OTHER)
         assert (stored_tokens(first), stored_tokens(second)) == (KEPT, KEPT)
-        assert (told(first), told(second)) == (told(before), told(other))
+        assert (output_of(first), output_of(second)) == (output_of(before), output_of(other))
         count = len(pages(folder))
         assert detach(server).status_code == 200
-        assert told(http_ask(server, OTHER[::-1])) and len(pages(folder)) == count
+        assert output_of(http_ask(server, OTHER[::-1])) and len(pages(folder)) == count
         elsewhere = tmp_path / "elsewhere"
         assert attach(server, elsewhere).status_code == 200
         wait_until(lambda: len(pages(elsewhere)) >= 3 * KEPT // 16, WAIT_S, "pages in the new one")
@@ -101,7 +101,7 @@ def test_replicas_attach_one_store_together(tiny_model: Path, tmp_path: Path) ->
         first = http_ask(server)
         wait_until(lambda: len(pages(folder)) >= KEPT // 16, WAIT_S, "the pages to be stored")
         found = [http_ask(server) for _ in range(3)]
-        assert [told(each) for each in found] == [told(first)] * 3
+        assert [output_of(each) for each in found] == [output_of(first)] * 3
         assert any(stored_tokens(each) == KEPT for each in found), "the other replica reads them"
         assert detach(server).status_code == 200 and not present(server)[0]
 
@@ -169,7 +169,7 @@ def test_the_engine_after_a_killed_one_has_the_attached_store_or_says_that_it_ha
         wait_until(lambda: len(pages(folder)) >= KEPT // 16, WAIT_S, "the pages to be stored")
         _replace_engine(server)
         again = http_ask(server)
-        assert stored_tokens(again) == KEPT and told(again) == told(first)
+        assert stored_tokens(again) == KEPT and output_of(again) == output_of(first)
         assert (
             present(server) == ("file", "file") and "without a cache store" not in log.read_text()
         )
@@ -177,7 +177,7 @@ def test_the_engine_after_a_killed_one_has_the_attached_store_or_says_that_it_ha
         folder.rename(tmp_path / "elsewhere")
         folder.write_text("no folder")
         _replace_engine(server)
-        assert told(http_ask(server)) == told(first)
+        assert output_of(http_ask(server)) == output_of(first)
         assert "the new engine continues without a cache store" in log.read_text()
         # Whoever lets go of it brings it back, in another place.
         assert detach(server).status_code == 200 and not present(server)[0]

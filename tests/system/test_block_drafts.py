@@ -9,7 +9,7 @@ import pytest
 
 from banyan.llm import Engine
 from tests.models.drafting import tiny_blocks
-from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, start, told
+from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, output_of, start
 from tests.support.hidden_drafts import given_up
 
 WHOLE = pytest.mark.skipif(os.environ.get("DRAFTS") != "all", reason="make test-drafts runs it")
@@ -74,10 +74,10 @@ def test_a_request_is_answered_as_without_drafts(plain, model, flags, names):
     with drafting(model, **flags) as engine:
         correct = 0
         for name in names:
-            right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+            right = [output_of(answer) for answer in answers(plain, **REQUESTS[name])]
             for _ in range(2):  # the second finds its prompt in the cache
                 found = answers(engine, **REQUESTS[name])
-                assert [told(answer) for answer in found] == right, name
+                assert [output_of(answer) for answer in found] == right, name
                 correct += sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
         assert correct > 10 or "disable_adaptive_drafts" in flags  # they may not pay
         given_up(engine)
@@ -91,11 +91,11 @@ def test_several_kinds_of_models_are_drafted_for(tiny_model, tmp_path, variant, 
     model = with_words(variant, tmp_path, tiny_model)
     prompts = [f"{REPEATS} {i}" for i in range(8)]
     with start(model, is_drafting=False) as engine:
-        right = [told(answers(engine, prompt=prompt)[0]) for prompt in prompts]
+        right = [output_of(answers(engine, prompt=prompt)[0]) for prompt in prompts]
     flags = {"page_size": 16, "max_total_tokens": 512, "max_running_requests": 6}
     with drafting(model, tp_size=ranks, **flags) as engine:
         found = answers(engine, prompt=prompts)
-        assert [told(answer) for answer in found] == right
+        assert [output_of(answer) for answer in found] == right
         assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found) > 0
         given_up(engine)
 

@@ -7,7 +7,7 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, start, told
+from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, output_of, start
 
 STEPS = 8
 
@@ -29,7 +29,7 @@ def bursting(tiny_model: Path) -> Iterator[Engine]:
 
 
 def test_they_are_what_a_cpu_does_where_nothing_is_said(tiny_model, plain):
-    right = [told(answer) for answer in answers(plain)]
+    right = [output_of(answer) for answer in answers(plain)]
     with start(tiny_model, is_drafting=False) as engine:
         found, plans = plans_of(engine)
     assert found == right
@@ -38,21 +38,21 @@ def test_they_are_what_a_cpu_does_where_nothing_is_said(tiny_model, plain):
 
 def plans_of(engine: Engine, **body: object) -> tuple[list[object], int]:
     """Answers, and the plans that they took; of a request that ends by length, whose last plan is
-    done when it is told."""
+    complete when that is reported."""
     before = engine.stats().steps
-    found = [told(answer) for answer in answers(engine, **body)]
+    found = [output_of(answer) for answer in answers(engine, **body)]
     return found, engine.stats().steps - before
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_is_answered_as_step_by_step(plain, bursting, name: str):
-    right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
-    assert [told(answer) for answer in answers(bursting, **REQUESTS[name])] == right
+    right = [output_of(answer) for answer in answers(plain, **REQUESTS[name])]
+    assert [output_of(answer) for answer in answers(bursting, **REQUESTS[name])] == right
 
 
 def test_answers_with_and_without_bursts_are_the_same_and_take_fewer_plans(plain, bursting):
     prompts = [f"{REPEATS} {i}" for i in range(12)]
-    right = [told(answers(plain, prompt=prompt)[0]) for prompt in prompts]
+    right = [output_of(answers(plain, prompt=prompt)[0]) for prompt in prompts]
     found, plans = plans_of(bursting, prompt=prompts)
     assert found == right
     assert plans < LONG["max_new_tokens"] / 2
@@ -70,9 +70,9 @@ def test_answers_with_and_without_bursts_are_the_same_and_take_fewer_plans(plain
 )
 def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, plain, flags):
     prompts = [f"{REPEATS} {i}" for i in range(8)]
-    right = [told(answers(plain, prompt=prompt)[0]) for prompt in prompts]
+    right = [output_of(answers(plain, prompt=prompt)[0]) for prompt in prompts]
     with bursting_engine(tiny_model, **flags) as engine:
-        assert [told(answer) for answer in answers(engine, prompt=prompts)] == right
+        assert [output_of(answer) for answer in answers(engine, prompt=prompts)] == right
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -96,7 +96,7 @@ def test_a_stop_text_ends_a_burst_where_it_does_step_by_step(plain, bursting, in
     right, found = (engine.generate(**ask) for engine in (plain, bursting))
     if interval:
         right, found = list(right)[-1], list(found)[-1]
-    assert told(found) == told(right)
+    assert output_of(found) == output_of(right)
 
 
 def test_steps_that_are_not_recorded_refuse_bursts(tiny_model):
@@ -105,6 +105,6 @@ def test_steps_that_are_not_recorded_refuse_bursts(tiny_model):
 
 
 def test_where_steps_are_not_recorded_and_nothing_is_said_there_are_none(tiny_model, plain):
-    right = [told(answer) for answer in answers(plain, prompt=REPEATS)]
+    right = [output_of(answer) for answer in answers(plain, prompt=REPEATS)]
     with start(tiny_model, is_drafting=False, disable_cuda_graph=True) as engine:
-        assert [told(answer) for answer in answers(engine, prompt=REPEATS)] == right
+        assert [output_of(answer) for answer in answers(engine, prompt=REPEATS)] == right

@@ -9,7 +9,7 @@ import pytest
 import banyan
 from banyan.base.errors import ConfigError
 from tests.models.families import tiny
-from tests.support.drafts import REQUESTS, start, told
+from tests.support.drafts import REQUESTS, output_of, start
 from tests.support.drafts import answers as ask
 from tests.support.hidden_drafts import ahead, with_words
 from tests.support.nodes import FEW, node, outputs
@@ -51,8 +51,8 @@ def answers(path, **flags) -> tuple[list[tuple[list[int], list[float]]], int, in
         + [v for v, *_ in a["meta_info"]["output_token_logprobs"]]
         for a in found
     ]
-    told = [(a["output_ids"], v) for a, v in zip(found, values, strict=True)]
-    return told, cached, processes
+    output_of = [(a["output_ids"], v) for a, v in zip(found, values, strict=True)]
+    return output_of, cached, processes
 
 
 def test_ranks_that_divide_prompts_give_the_tokens_of_one(tmp_path):
@@ -90,13 +90,15 @@ def test_drafts_change_no_answer(tiny_model, tmp_path, variant, flags):
     if flags.get("speculative_algorithm") == "STANDALONE":
         beside["speculative_draft_model_path"] = str(tiny_model)
     with start(model, is_drafting=False, **layout) as engine:
-        right = {name: [told(each) for each in ask(engine, **REQUESTS[name])] for name in names}
+        right = {
+            name: [output_of(each) for each in ask(engine, **REQUESTS[name])] for name in names
+        }
     with ahead(model, **beside) as engine:
         correct = 0
         for name in names:
             for _ in range(2):  # the second finds its prompt in the cache
                 found = ask(engine, **REQUESTS[name])
-                assert [told(each) for each in found] == right[name], name
+                assert [output_of(each) for each in found] == right[name], name
                 correct += sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
         assert correct > 0
         assert engine.stats().leaked == 0

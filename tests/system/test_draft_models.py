@@ -14,7 +14,7 @@ from banyan.engine.model_loader import Phases, open_model
 from banyan.llm import Engine
 from tests.models.families import tiny
 from tests.support.draft_models import like
-from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, start, told
+from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, output_of, start
 from tests.support.flags import config_of
 
 
@@ -44,9 +44,9 @@ def drafting(tiny_model: Path, similar: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_is_answered_as_without_a_draft_model(plain, drafting, name: str):
-    right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+    right = [output_of(answer) for answer in answers(plain, **REQUESTS[name])]
     for _ in range(2):  # the second finds its prompt in the cache
-        assert [told(answer) for answer in answers(drafting, **REQUESTS[name])] == right
+        assert [output_of(answer) for answer in answers(drafting, **REQUESTS[name])] == right
 
 
 def test_a_model_that_agrees_takes_fewer_steps_and_changes_no_answer(tiny_model, plain):
@@ -54,7 +54,7 @@ def test_a_model_that_agrees_takes_fewer_steps_and_changes_no_answer(tiny_model,
         for body in ({}, REQUESTS["drawn"], REQUESTS["penalised"]):
             (right,) = answers(plain, **body)
             found = [answers(engine, **body)[0] for _ in range(3)]
-            assert [told(each) for each in found] == [told(right)] * 3
+            assert [output_of(each) for each in found] == [output_of(right)] * 3
             total = Counter()
             for each in found:
                 total.update({k: v for k, v in each["meta_info"].items() if isinstance(v, int)})
@@ -92,10 +92,10 @@ def test_pages_of_a_prompt_that_is_cached_hold_what_the_draft_model_keeps_too(ti
 )
 def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, similar, plain, flags):
     prompts = [f"{REPEATS} {i}" for i in range(8)]
-    right = [told(answers(plain, prompt=prompt)[0]) for prompt in prompts]
+    right = [output_of(answers(plain, prompt=prompt)[0]) for prompt in prompts]
     with beside(tiny_model, similar, **flags) as engine:
         found = answers(engine, prompt=prompts)
-        assert [told(answer) for answer in found] == right
+        assert [output_of(answer) for answer in found] == right
         assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found) > 0
         assert engine.flush_cache()
 
@@ -172,11 +172,11 @@ def test_the_demo_answers_as_without_a_copy_of_it_that_drafts(demo_model):
         return [engine.generate(asked, body) for body in bodies]
 
     with Engine(model_path=str(demo_model), **flags) as engine:
-        right = [[told(each) for each in found] for found in reported_by(engine)]
+        right = [[output_of(each) for each in found] for found in reported_by(engine)]
     named = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(demo_model)}
     with Engine(model_path=str(demo_model), **named, **flags) as engine:
         found = reported_by(engine)
-    assert [[told(each) for each in some] for some in found] == right
+    assert [[output_of(each) for each in some] for some in found] == right
     metas = [each["meta_info"] for some in found for each in some]
     correct, made = (
         sum(meta[f"spec_num_{what}_drafts"] for meta in metas) for what in ("correct", "proposed")

@@ -9,7 +9,7 @@ import transformers
 from banyan.llm import Engine
 from tests.models.families import tiny
 from tests.support.draft_models import like
-from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, start, told
+from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, output_of, start
 from tests.support.hidden_drafts import FEW, SLOW, TREE, ahead, given_up, with_words
 
 FACTS = {"glm4 moe": {"head_dim": 16}}
@@ -50,16 +50,18 @@ def test_a_tree_of_drafts_changes_no_answer(tiny_model, tmp_path, variant, flags
     model = model_of(variant, tmp_path, tiny_model)
     prompts = [f"{REPEATS} {i}" for i in range(8 if names == tuple(REQUESTS) else 4)]
     with start(model, is_drafting=False, **flags) as engine:
-        right = {name: [told(each) for each in answers(engine, **REQUESTS[name])] for name in names}
-        alone = [told(answers(engine, prompt=prompt)[0]) for prompt in prompts]
+        right = {
+            name: [output_of(each) for each in answers(engine, **REQUESTS[name])] for name in names
+        }
+        alone = [output_of(answers(engine, prompt=prompt)[0]) for prompt in prompts]
     with branching(variant, model, **flags) as engine:
         correct = 0
         for name in names:
             for _ in range(2):  # the second finds its prompt in the cache
                 found = answers(engine, **REQUESTS[name])
-                assert [told(each) for each in found] == right[name], name
+                assert [output_of(each) for each in found] == right[name], name
                 correct += sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
-        assert [told(each) for each in answers(engine, prompt=prompts)] == alone
+        assert [output_of(each) for each in answers(engine, prompt=prompts)] == alone
         assert correct > 10
         given_up(engine)
 
@@ -87,11 +89,11 @@ def test_trees_that_are_as_large_as_they_are_worth_change_no_answer(tiny_model, 
     """How many drafts are made is what steps have taken, and may be anything."""
     model = model_of(variant, tmp_path, tiny_model)
     with start(model, is_drafting=False) as engine:
-        right = [told(each) for each in answers(engine, prompt=[REPEATS, "The banyan"])]
+        right = [output_of(each) for each in answers(engine, prompt=[REPEATS, "The banyan"])]
     with branching(variant, model, disable_adaptive_drafts=False) as engine:
         for _ in range(3):
             found = answers(engine, prompt=[REPEATS, "The banyan"])
-            assert [told(each) for each in found] == right
+            assert [output_of(each) for each in found] == right
         assert engine.stats().leaked == 0
 
 
@@ -124,8 +126,8 @@ def test_adapters_of_the_model_answer_alike_with_trees(tiny_model, tmp_path, var
     flags = {"lora_paths": [f"a={tmp_path / 'adapter'}"]}
     asked = [{}, {"lora_path": "a"}, REQUESTS["drawn"] | {"lora_path": "a"}]
     with start(model, is_drafting=False, **flags) as engine:
-        right = [told(answers(engine, **body)[0]) for body in asked]
+        right = [output_of(answers(engine, **body)[0]) for body in asked]
     with branching(variant, model, **flags) as engine:
         found = [answers(engine, **body)[0] for body in asked]
-        assert [told(answer) for answer in found] == right
+        assert [output_of(answer) for answer in found] == right
         assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found) > 0

@@ -26,7 +26,7 @@ FLAGS = {
 }
 
 
-def told(answer: dict) -> tuple[list[int], list[float]]:
+def output_of(answer: dict) -> tuple[list[int], list[float]]:
     scores = answer["meta_info"]["output_token_logprobs"]
     return answer["output_ids"], [score for score, *_ in scores]
 
@@ -57,11 +57,11 @@ def test_drafts_change_no_bit_next_to_adapters_of_experts(algorithm: str, tmp_pa
     if algorithm == "STANDALONE":
         drafts["speculative_draft_model_path"] = str(tmp_path / "plain")
     with Engine(str(base), **flags) as plain:
-        right = [told(answer) for answer in answers(plain)]
+        right = [output_of(answer) for answer in answers(plain)]
     assert right[0] != right[2]
     with Engine(str(base), **flags, **drafts, disable_adaptive_drafts=True) as drafting:
         found = answers(drafting)
-        assert [told(answer) for answer in found] == right
+        assert [output_of(answer) for answer in found] == right
         assert drafting.stats().verify_rows > 0 and drafting.stats().leaked == 0
         company = drafting.generate(
             input_ids=[REPEATING] * 4, sampling_params=GREEDY, lora_path=["a", None] * 2
@@ -76,11 +76,11 @@ def test_adapters_of_experts_are_handed_over_with_their_prompts(tmp_path: Path) 
     path = random_adapter(reference, tmp_path / "a", "o_proj", *EXPERTS, "gate.weight")
     flags = {**FLAGS, "lora_paths": [f"a={path}"]}
     with Engine(str(tmp_path / "base"), **flags) as single:
-        right = [told(answer) for answer in answers(single)]
+        right = [output_of(answer) for answer in answers(single)]
     assert right[0] != right[2]
     own = {key: flags[key] for key in ("cpu_activations", "skip_tokenizer_init", "lora_paths")}
     with engines(tmp_path / "base", {**own, "chunked_prefill_size": 16}, own) as pair:
-        assert [told(pair.ask(**body)) for body in asked(return_logprob=True)] == right
+        assert [output_of(pair.ask(**body)) for body in asked(return_logprob=True)] == right
 
 
 @OUTER
@@ -100,11 +100,11 @@ def test_rows_sent_to_their_experts_go_with_adapters_other_weights_and_pairs(
     for backend in ("none", "deepep"):
         there = {**flags, "ep_size": 2, "moe_a2a_backend": backend}
         with Engine(str(base), **there, max_total_tokens=4096) as engine:
-            before = [told(engine.generate(**body)) for body in bodies]
+            before = [output_of(engine.generate(**body)) for body in bodies]
             assert engine.update_weights_from_disk(str(other))[0]
-            found[backend] = before, [told(engine.generate(**body)) for body in bodies]
+            found[backend] = before, [output_of(engine.generate(**body)) for body in bodies]
     before, after = found["none"]
     assert found["deepep"] == found["none"] and before != after
     sends = {**flags, "moe_a2a_backend": "deepep"}
     with engines(base, {**sends, "chunked_prefill_size": 16}, sends) as pair:
-        assert [told(pair.ask(**body)) for body in bodies] == before
+        assert [output_of(pair.ask(**body)) for body in bodies] == before

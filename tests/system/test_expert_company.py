@@ -39,7 +39,7 @@ def opened(path: Path, **more) -> Engine:
     return banyan.Engine(model_path=str(path), **usual | SHARED | more)
 
 
-def told(engine: Engine, prompts=SOME, **more) -> list[tuple[list[int], list[float]]]:
+def outputs_of(engine: Engine, prompts=SOME, **more) -> list[tuple[list[int], list[float]]]:
     asked = {"sampling_params": ASKED, "return_logprob": True, **more}
     return [
         (one["output_ids"], [p[0] for p in one["meta_info"]["output_token_logprobs"]])
@@ -68,24 +68,24 @@ def test_weights_that_are_taken_after_a_move_lie_where_experts_are(tmp_path, cap
             parameter.copy_(parameter.flip(0))
     model.save_pretrained(tmp_path / "b")
     with opened(tmp_path / "b") as engine:
-        expected = told(engine)
+        expected = outputs_of(engine)
     with opened(tmp_path / "a", enable_memory_saver=True, **MOVING) as engine:
-        assert told(engine) != expected and moved(caplog)
+        assert outputs_of(engine) != expected and moved(caplog)
         engine.update_weights_from_disk(str(tmp_path / "b"))
-        assert told(engine) == expected and moved(caplog)
+        assert outputs_of(engine) == expected and moved(caplog)
         engine.release_memory_occupation()
         engine.resume_memory_occupation()
-        assert told(engine) == expected
+        assert outputs_of(engine) == expected
 
 
 @OUTER
 def test_drafts_come_from_a_layer_whose_experts_stay(tmp_path, caplog):
     tiny_mtp("deepseek v3", tmp_path, n_routed_experts=8, n_group=2)
     with opened(tmp_path) as engine:
-        expected = told(engine)
+        expected = outputs_of(engine)
     drafts = {"speculative_algorithm": "NEXTN", "disable_adaptive_drafts": True}
     with opened(tmp_path, expert_distribution_recorder_mode="stat", **drafts, **MOVING) as engine:
-        assert told(engine) == expected
+        assert outputs_of(engine) == expected
         answers = engine.generate(input_ids=SOME, sampling_params=ASKED)
     assert moved(caplog)
     assert [a["output_ids"] for a in answers] == [tokens for tokens, _ in expected]
@@ -98,10 +98,10 @@ def test_adapters_stay_next_to_experts_that_move(tmp_path, caplog):
     path = random_adapter(model, tmp_path / "a", "q_proj", "o_proj")
     adapters = {"lora_paths": [f"a={path}"]}
     with opened(tmp_path / "base", **adapters) as engine:
-        expected = {name: told(engine, lora_path=name) for name in ("a", None)}
+        expected = {name: outputs_of(engine, lora_path=name) for name in ("a", None)}
     assert expected["a"] != expected[None]
     with opened(tmp_path / "base", **adapters, **MOVING) as engine:
-        assert {name: told(engine, lora_path=name) for name in expected} == expected
+        assert {name: outputs_of(engine, lora_path=name) for name in expected} == expected
     assert moved(caplog)
 
 
@@ -134,7 +134,7 @@ def test_experts_that_move_amid_64_requests_of_joined_replicas_change_no_bit(
     found = []
     for moving in ({}, MOVING | {"ep_num_redundant_experts": 4}):
         with opened(tmp_path, log_level="info", **joined | moving) as engine:
-            found.append(told(engine, PROMPTS, sampling_params=longer))
+            found.append(outputs_of(engine, PROMPTS, sampling_params=longer))
     assert found[0] == found[1]
     moves = re.findall(r"experts moved: layers=1 experts=(\d+)", capfd.readouterr().err)
     assert moves and all(int(count) for count in moves)
@@ -144,16 +144,16 @@ def test_experts_that_move_amid_64_requests_of_joined_replicas_change_no_bit(
 def test_stages_have_copies_of_their_own_layers_experts(tmp_path):
     tiny("qwen2 moe", tmp_path, num_experts=6)
     with opened(tmp_path, pp_size=2) as engine:
-        expected = told(engine)
+        expected = outputs_of(engine)
     with opened(tmp_path, pp_size=2, ep_num_redundant_experts=4) as engine:
-        assert told(engine) == expected
+        assert outputs_of(engine) == expected
 
 
 @OUTER
 def test_a_pair_of_servers_hands_over_while_experts_move_on_both(tmp_path, caplog):
     tiny(VARIANT, tmp_path)
     with opened(tmp_path) as engine:
-        expected = told(engine)
+        expected = outputs_of(engine)
     flags = SHARED | MOVING | {"skip_tokenizer_init": True, "chunked_prefill_size": 64}
     with engines(tmp_path, flags, flags) as pair:
         found = [
@@ -169,9 +169,9 @@ def test_four_ranks_move_their_experts_and_change_no_bit(tmp_path, caplog):
     tiny(VARIANT, tmp_path, num_attention_heads=4, num_key_value_heads=4, num_experts=8)
     four = {"tp_size": 4, "ep_size": 4}
     with opened(tmp_path, **four) as engine:
-        expected = told(engine)
+        expected = outputs_of(engine)
     with opened(tmp_path, **MOVING | four | {"ep_num_redundant_experts": 4}) as engine:
-        assert told(engine) == expected
+        assert outputs_of(engine) == expected
     assert moved(caplog)
 
 

@@ -51,8 +51,8 @@ def counted(reference, answers, prompts) -> np.ndarray:
     return counts
 
 
-def paths_in(told: str) -> list[str]:
-    return re.findall(r"/\S+\.safetensors", told)
+def paths_in(message: str) -> list[str]:
+    return re.findall(r"/\S+\.safetensors", message)
 
 
 def flags_of(path: Path, layout: str, mode: str) -> list[str]:

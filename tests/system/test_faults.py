@@ -1,4 +1,4 @@
-"""Processes that die or stop at a random moment, and full disks: who is told, and what remains.
+"""Processes that die or stop at a random moment, and full disks: who is notified, and what remains.
 
 FAULT_MOMENTS moments of each kind are tried (`make test-faults`: twelve), by default one. What
 happens to engines and ranks stands in test_self_healing.
@@ -78,7 +78,7 @@ def _quoted(code: str) -> str:
 
 
 def test_a_journal_on_a_full_disk_is_refused_and_kills_nobody(tmp_path):
-    told = on_a_small_disk(
+    output = on_a_small_disk(
         tmp_path,
         """
         import sys
@@ -91,11 +91,11 @@ def test_a_journal_on_a_full_disk_is_refused_and_kills_nobody(tmp_path):
             print(error)
         """,
     )
-    assert "No space left on device" in told and "--journal-bytes" in told
+    assert "No space left on device" in output and "--journal-bytes" in output
 
 
 def test_files_and_answers_on_a_full_disk_are_refused_and_what_was_kept_stays(tmp_path):
-    told = on_a_small_disk(
+    output = on_a_small_disk(
         tmp_path,
         """
         import asyncio, sys
@@ -132,7 +132,7 @@ def test_files_and_answers_on_a_full_disk_are_refused_and_what_was_kept_stays(tm
         asyncio.run(main())
         """,
     )
-    lines = told.splitlines()
+    lines = output.splitlines()
     assert lines[0].startswith("507 ") and "No space left" in lines[0]
     assert "No space left" in lines[1] and int(lines[1].split()[0]) > 0
     assert lines[2:] == ["True", "True", "True"]

@@ -59,7 +59,7 @@ def greedy_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def pair(greedy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("pair")
     common = ("--model-path", str(greedy_model), "--threads", "1", "--max-total-tokens", "8192")
-    # Steps of so small a model are told many together otherwise.
+    # Steps of so small a model are reported many together otherwise.
     common += ("--num-continuous-decode-steps", "1")
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(serving(logs / "plain.log", *common))
@@ -441,9 +441,9 @@ def test_pages_that_no_quick_kernel_reads_are_reported_with_those_that_one_does(
     size: int,
     is_slow: bool,
 ) -> None:
-    told = logging.getLogger("banyan.ops.bind")
-    monkeypatch.setattr(told, "handlers", [caplog.handler])
-    monkeypatch.setattr(told, "propagate", False)
+    log = logging.getLogger("banyan.ops.bind")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
     if "not compiled" in kernels_of(tiny_model, page_size=size):
         pytest.skip("no compiled kernels here: all pages are read alike")
     found = [m for m in caplog.messages if m.startswith(f"--page-size {size} is slow: ")]
@@ -466,10 +466,10 @@ def test_activations_have_the_number_type_that_was_named(tiny_model: Path) -> No
 def test_no_higher_instructions_are_used_than_allowed(
     tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = logging.getLogger("banyan.ops.cpu")  # itself: what holds its parents may be set anew
-    monkeypatch.setattr(told, "handlers", [caplog.handler])
-    monkeypatch.setattr(told, "propagate", False)
-    with caplog.at_level(logging.INFO, told.name):
+    log = logging.getLogger("banyan.ops.cpu")  # itself: what holds its parents may be set anew
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
+    with caplog.at_level(logging.INFO, log.name):
         kernels_of(tiny_model, cpu_isa="base")
     [built] = [line for line in caplog.messages if line.startswith("compiled CPU kernels: ")]
     assert built.startswith("compiled CPU kernels: base,")
@@ -478,7 +478,7 @@ def test_no_higher_instructions_are_used_than_allowed(
 def test_the_compiler_that_is_named_goes_first(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With nothing built yet, and no other compiler, its failure is the reason that is told."""
+    """With nothing built yet, and no other compiler, its failure is the reason that is reported."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("banyan.ops.cpu.build.shutil.which", lambda name: None)
     monkeypatch.setattr("banyan.ops.cpu.build.importlib.util.find_spec", lambda name: None)

@@ -11,7 +11,7 @@ import pytest
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.llm import Engine
 from tests.models.families import tiny
-from tests.support.handoff import CASES, GREEDY, PROMPT, is_whole, told
+from tests.support.handoff import CASES, GREEDY, PROMPT, is_whole, output_of
 from tests.system.handing import (
     FLAGS,
     WAIT_S,
@@ -46,16 +46,16 @@ def test_a_pair_answers_like_one_server(pair: Pair, single: Engine, case: str, l
     body = {"input_ids": prompt, **CASES[case]}
     right, found = single.generate(**body), pair.ask(**body)
     if isinstance(right, list):
-        assert [told(x) for x in found] == [told(x) for x in right]
+        assert [output_of(x) for x in found] == [output_of(x) for x in right]
     else:
-        assert told(found) == told(right)
+        assert output_of(found) == output_of(right)
         assert found["meta_info"]["cached_tokens"] <= length
 
 
 def test_a_batch_brings_a_list_of_rooms(pair: Pair, single: Engine) -> None:
     body = {"input_ids": [PROMPT[:40], PROMPT[:90]], "sampling_params": GREEDY}
     found = pair.ask([fresh_room(), fresh_room()], **body)
-    assert [told(x) for x in found] == [told(x) for x in single.generate(**body)]
+    assert [output_of(x) for x in found] == [output_of(x) for x in single.generate(**body)]
     with pytest.raises(BanyanError, match="another number for each prompt"):
         pair.decode.generate(**body, **pair.meeting([5, 5]))
     with pytest.raises(BanyanError, match="must be a list of 2 numbers"):
@@ -65,15 +65,15 @@ def test_a_batch_brings_a_list_of_rooms(pair: Pair, single: Engine) -> None:
 def test_prefixes_that_either_side_has_cached_change_no_answer(pair: Pair, single: Engine) -> None:
     prompt = [x % 390 + 6 for x in PROMPT]
     body = {"input_ids": prompt, "sampling_params": GREEDY, "return_logprob": True}
-    right = told(single.generate(**body))
+    right = output_of(single.generate(**body))
     first, second = pair.ask(**body), pair.ask(**body)
-    assert told(first) == told(second) == right
+    assert output_of(first) == output_of(second) == right
     assert first["meta_info"]["cached_tokens"] == 0, "of the side that computed it"
     assert second["meta_info"]["cached_tokens"] == 299
     pair.decode.flush_cache()
-    assert told(pair.ask(**body)) == right
+    assert output_of(pair.ask(**body)) == right
     pair.prefill.flush_cache()
-    assert told(pair.ask(**body)) == right
+    assert output_of(pair.ask(**body)) == right
     wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all pages back")
 
 
@@ -128,7 +128,9 @@ def test_layers_with_a_window_are_handed_over(tmp_path: Path) -> None:
         assert found["output_ids"] == first["output_ids"]
         # Plain torch rounds by how a prompt is cut into rows, and the last row begins elsewhere.
         for (mine, *_), (right, *_) in zip(
-            told(found)["output_token_logprobs"], told(first)["output_token_logprobs"], strict=True
+            output_of(found)["output_token_logprobs"],
+            output_of(first)["output_token_logprobs"],
+            strict=True,
         ):
             assert abs(mine - right) < 1e-3
         stats = both.decode.get_server_info()["internal_states"][0]["stats"]
@@ -475,7 +477,7 @@ def test_a_killed_prefill_server_fails_what_waits_for_it_and_nothing_else(
 
 
 def test_a_client_that_goes_leaves_nothing_on_either_side(pair: Pair) -> None:
-    """Decode asks for a room that prefill has not been told of, and its client goes."""
+    """Decode asks for a room that prefill does not have yet, and its client goes."""
     body = {"input_ids": PROMPT, "sampling_params": {**GREEDY, "max_new_tokens": 900}}
     room = fresh_room()
     stream = pair.decode.generate(**body, stream=True, **pair.meeting(room))

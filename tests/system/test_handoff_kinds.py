@@ -9,7 +9,7 @@ from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.models.families import tiny
 from tests.support.draft_models import like
-from tests.support.handoff import GREEDY, PROMPT, is_whole, told
+from tests.support.handoff import GREEDY, PROMPT, is_whole, output_of
 from tests.support.hidden_drafts import TREE, with_words
 from tests.support.lora import write_adapter
 from tests.system.handing import FLAGS, WAIT_S, Pair, engines
@@ -35,7 +35,7 @@ def check(pair: Pair, single: Engine, **more: object) -> None:
     for params in (GREEDY, SEEDED):
         for prompt in (REPEATING, PROMPT[:100], PROMPT):
             body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, **more}
-            assert told(pair.ask(**body)) == told(single.generate(**body))
+            assert output_of(pair.ask(**body)) == output_of(single.generate(**body))
     wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all pages back")
 
 
@@ -153,7 +153,7 @@ def test_what_a_draft_model_keeps_is_handed_over(
             for prompt in (REPEATING, PROMPT):
                 body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
                 found, right = pair.ask(**body), single.generate(**body)
-                assert told(found) == told(right)
+                assert output_of(found) == output_of(right)
                 # The row of the prompt's last tokens, which one server has not, brings no drafts.
                 assert correct(found) >= correct(right) - most
                 assert pair.ask(**body)["output_ids"] == right["output_ids"]

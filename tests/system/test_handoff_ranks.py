@@ -40,7 +40,7 @@ LAYOUTS = {
 """Of prefill, and of decode."""
 
 
-def told(found: dict) -> dict[str, object]:
+def output_of(found: dict) -> dict[str, object]:
     meta = found["meta_info"]
     return {"ids": found["output_ids"], "end": meta["finish_reason"]}
 
@@ -59,7 +59,7 @@ def test_ranks_that_differ_answer_like_one_server(pair: Pair, single: Engine, ca
     body = {"input_ids": [(x * 5) % 390 + 5 for x in PROMPT], **CASES[case]}
     right, found = single.generate(**body), pair.ask(**body)
     both = (right, found) if isinstance(right, list) else ([right], [found])
-    assert [told(x) for x in both[1]] == [told(x) for x in both[0]]
+    assert [output_of(x) for x in both[1]] == [output_of(x) for x in both[0]]
     wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all pages back")
 
 
@@ -97,10 +97,10 @@ def test_pages_of_all_kinds_are_cut_anew(
         flags = {**flags, "skip_tokenizer_init": True}
     asked = {"input_ids": [2 + 7 * i % 60 for i in range(100)], "sampling_params": GREEDY}
     with Engine(str(model), **FLAGS, **flags) as alone:
-        right = told(alone.generate(**asked))
+        right = output_of(alone.generate(**asked))
     prefill, decode = LAYOUTS[layout]
     with engines(model, {**prefill, **flags}, {**decode, **flags}) as both:
-        assert told(both.ask(**asked)) == right
+        assert output_of(both.ask(**asked)) == right
         wait_until(lambda: is_whole(both.prefill) and is_whole(both.decode), WAIT_S, "all back")
         stats = both.decode.get_server_info()["internal_states"][0]["stats"]
         assert stats["computed_tokens"] < 64, "the prompt came, and was not computed"
@@ -140,9 +140,9 @@ def test_replicas_have_rooms_of_their_own(layout: str, tiny_model: Path, single:
         evenly = [5, 3] if "dp_size" in prefill else [8]
         wait_until(lambda: finished(both.prefill) == evenly, WAIT_S, "even rooms in the first")
         if prefill.get("dp_size") != decode.get("dp_size"):
-            return  # both servers are told the same
-        told = {"routed_dp_rank": 1, "disagg_prefill_dp_rank": 1}
-        named = both.ask(10**6 + 4, input_ids=prompts[2], sampling_params=GREEDY, **told)
+            return  # both servers get the same
+        output_of = {"routed_dp_rank": 1, "disagg_prefill_dp_rank": 1}
+        named = both.ask(10**6 + 4, input_ids=prompts[2], sampling_params=GREEDY, **output_of)
         assert named["output_ids"] == right[2]
         wait_until(lambda: finished(both.prefill) == [5, 4], WAIT_S, "the one that was named")
         body = {"input_ids": prompts[2], "sampling_params": GREEDY, **both.meeting()}

@@ -13,7 +13,7 @@ from tests.support.handoff import CASES, GREEDY, PROMPT, is_whole
 from tests.support.hidden_drafts import with_words
 from tests.system.handing import FLAGS, WAIT_S, Pair, engines
 from tests.system.serving import wait_until
-from tests.system.test_handoff_ranks import TP2, told
+from tests.system.test_handoff_ranks import TP2, output_of
 
 ALL = bool(os.environ.get("PARALLEL"))
 SIZES = [(16, 64), (64, 16), (16, 128), (128, 16), (64, 128), (128, 64)] if ALL else [(64, 16)]
@@ -44,7 +44,7 @@ def test_sizes_that_differ_answer_like_one_server(pair: Pair, single: Engine, ca
         body = {"input_ids": [(x + length) % 390 + 5 for x in PROMPT[:length]], **CASES[case]}
         right, found = single.generate(**body), pair.ask(**body)
         both = (right, found) if isinstance(right, list) else ([right], [found])
-        assert [told(x) for x in both[1]] == [told(x) for x in both[0]], length
+        assert [output_of(x) for x in both[1]] == [output_of(x) for x in both[0]], length
         if body.get("return_logprob"):
             assert scores(found) == pytest.approx(scores(right), abs=1e-4)
     settle(pair)
@@ -65,14 +65,14 @@ def test_prefixes_that_either_side_has_are_not_asked_for_again(pair: Pair, singl
         settle(pair)
         before = computed(pair.decode)
         found = pair.ask(**body)
-        assert told(found) == told(single.generate(**body))
+        assert output_of(found) == output_of(single.generate(**body))
         assert found["meta_info"]["cached_tokens"] >= cached // 128 * 128, "of the prefill server"
         settle(pair)
         assert computed(pair.decode) - before <= rest(length) + 8 + 1
     pair.decode.flush_cache()
-    assert told(pair.ask(**body)) == told(single.generate(**body))
+    assert output_of(pair.ask(**body)) == output_of(single.generate(**body))
     pair.prefill.flush_cache()
-    assert told(pair.ask(**body)) == told(single.generate(**body))
+    assert output_of(pair.ask(**body)) == output_of(single.generate(**body))
     settle(pair)
 
 
@@ -109,13 +109,13 @@ def test_pages_of_all_kinds_and_ranks_are_cut(
     prompts = [[2 + (7 * i * i + k) % 60 for i in range(n)] for k, n in enumerate((300, 256, 90))]
     asked = [{"input_ids": p, "sampling_params": GREEDY} for p in (*prompts, prompts[0])]
     with Engine(str(model), **FLAGS, **flags) as alone:
-        right = [told(alone.generate(**body)) for body in asked]
+        right = [output_of(alone.generate(**body)) for body in asked]
     prefill, decode = LAYOUTS[layout]
     sizes = [*RIGHT_SIZES, (1, 16), (16, 1)] if kind == "plain kernels" else RIGHT_SIZES
     for one, two in sizes:
         giving = {**prefill, **flags, "page_size": one, "chunked_prefill_size": 64}
         with engines(model, giving, {**decode, **flags, "page_size": two}) as both:
-            assert [told(both.ask(**body)) for body in asked] == right
+            assert [output_of(both.ask(**body)) for body in asked] == right
             settle(both)
             before = computed(both.decode)
             fresh = {"input_ids": [3, *prompts[0]], "sampling_params": GREEDY}

@@ -10,7 +10,7 @@ import transformers
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, start, told
+from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, output_of, start
 from tests.support.hidden_drafts import FEW, SLOW, TREE, ahead, given_up, with_words
 
 
@@ -33,15 +33,15 @@ def drafting(latent: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_is_answered_as_without_drafts(plain, drafting, name: str):
-    right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+    right = [output_of(answer) for answer in answers(plain, **REQUESTS[name])]
     for _ in range(2):  # the second finds its prompt in the cache
-        assert [told(answer) for answer in answers(drafting, **REQUESTS[name])] == right
+        assert [output_of(answer) for answer in answers(drafting, **REQUESTS[name])] == right
 
 
 def test_drafts_that_come_true_save_steps(plain, drafting):
     (right,), (found,) = answers(plain), answers(drafting)
     meta = found["meta_info"]
-    assert told(found) == told(right)
+    assert output_of(found) == output_of(right)
     assert meta["spec_num_correct_drafts"] + meta["spec_verify_ct"] == meta["completion_tokens"] - 1
     assert meta["spec_num_correct_drafts"] > 10
 
@@ -51,10 +51,10 @@ def test_latents_go_together_with_drafts_of_ngram(latent, plain, breadth: int):
     with start(latent, speculative_ngram_min_bfs_breadth=breadth) as engine:
         correct = 0
         for name in ("greedy", "drawn", "schema"):
-            right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+            right = [output_of(answer) for answer in answers(plain, **REQUESTS[name])]
             for _ in range(2):  # what was answered once is drafted the next time
                 found = answers(engine, **REQUESTS[name])
-                assert [told(answer) for answer in found] == right, name
+                assert [output_of(answer) for answer in found] == right, name
                 correct += sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found)
         assert correct > 10
         assert engine.stats().leaked == 0
@@ -74,13 +74,15 @@ def test_an_indexer_goes_together_with_its_layer_that_drafts(
     model = with_words(variant, tmp_path, tiny_model)
     names = ("greedy", "drawn", "scored", "schema")
     with start(model, is_drafting=False, **flags) as engine:
-        right = {name: [told(each) for each in answers(engine, **REQUESTS[name])] for name in names}
+        right = {
+            name: [output_of(each) for each in answers(engine, **REQUESTS[name])] for name in names
+        }
     with ahead(model, **tree, **flags) as engine:
         correct = 0
         for name in names:
             for _ in range(2):  # the second finds its prompt in the cache
                 found = answers(engine, **REQUESTS[name])
-                assert [told(each) for each in found] == right[name], name
+                assert [output_of(each) for each in found] == right[name], name
                 correct += sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
         assert correct > 10
         given_up(engine)
@@ -124,10 +126,10 @@ def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, tmp_path, 
     prompts = [f"{REPEATS} {i}" for i in range(8)]
     same = {key: value for key, value in flags.items() if key == "quantization"}
     with start(model, is_drafting=False, **same) as engine:
-        right = [told(answers(engine, prompt=prompt)[0]) for prompt in prompts]
+        right = [output_of(answers(engine, prompt=prompt)[0]) for prompt in prompts]
     with ahead(model, **flags) as engine:
         found = answers(engine, prompt=prompts)
-        assert [told(answer) for answer in found] == right
+        assert [output_of(answer) for answer in found] == right
         assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found) > 0
         assert engine.stats().leaked == 0
 
@@ -144,11 +146,11 @@ def test_adapters_of_the_model_answer_alike_with_drafts(tiny_model, tmp_path, va
     flags = {"lora_paths": [f"a={tmp_path / 'adapter'}"]}
     asked = [{}, {"lora_path": "a"}, {"lora_path": "a"}, REQUESTS["drawn"] | {"lora_path": "a"}]
     with start(model, is_drafting=False, **flags) as engine:
-        right = [told(answers(engine, **body)[0]) for body in asked]
+        right = [output_of(answers(engine, **body)[0]) for body in asked]
     assert right[0] != right[1]
     with ahead(model, **flags) as engine:
         found = [answers(engine, **body)[0] for body in asked]
-        assert [told(answer) for answer in found] == right
+        assert [output_of(answer) for answer in found] == right
         assert found[0]["meta_info"]["spec_num_correct_drafts"] > 0
         assert engine.stats().leaked == 0
 
@@ -180,13 +182,15 @@ def test_a_model_that_was_made_to_draft_changes_no_answer(
         flags = flags | {"speculative_token_map": str(model / "hot.json")}
         (model / "hot.json").write_text(json.dumps([token for token in range(512) if token % 9]))
     with start(model, is_drafting=False, **flags) as engine:
-        right = {name: [told(each) for each in answers(engine, **REQUESTS[name])] for name in names}
+        right = {
+            name: [output_of(each) for each in answers(engine, **REQUESTS[name])] for name in names
+        }
     with ahead(model, **flags) as engine:
         correct = 0
         for name in names:
             for _ in range(2):  # the second finds its prompt in the cache
                 found = answers(engine, **REQUESTS[name])
-                assert [told(each) for each in found] == right[name], name
+                assert [output_of(each) for each in found] == right[name], name
                 correct += sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
         assert correct > 10
         given_up(engine)

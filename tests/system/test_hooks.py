@@ -19,7 +19,7 @@ FOUR = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 CODE = """
 def scaled(config):
     def hook(module, given, made):
-        with open(config["told"], "a") as file:
+        with open(config["record"], "a") as file:
             file.write(f"{tuple(made.shape)} ")
         return made * config["by"]
     return hook
@@ -37,16 +37,16 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file that hooks write to."""
     (tmp_path / "my_hooks.py").write_text(CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path / "told"
+    yield tmp_path / "record"
 
 
-def spec(told: Path, by: float, module: str = "layers.*.mlp", function: str = "scaled") -> str:
+def spec(record: Path, by: float, module: str = "layers.*.mlp", function: str = "scaled") -> str:
     return json.dumps(
         [
             {
                 "target_modules": [module],
                 "hook_factory": f"my_hooks:{function}",
-                "config": {"told": str(told), "by": by},
+                "config": {"record": str(record), "by": by},
             }
         ]
     )

@@ -56,8 +56,8 @@ def canary(shared_server: Server) -> Iterator[None]:
 def ask(server: Server, path: str, body: object) -> tuple[int, str]:
     """Status and text of an answer; an answer of 500 or above fails the test."""
     answer = server.http.post(path, json=body)
-    told = json.dumps(body)[:300]
-    assert answer.status_code < 500, f"{path} {told}: {answer.status_code} {answer.text[:300]}"
+    reported = json.dumps(body)[:300]
+    assert answer.status_code < 500, f"{path} {reported}: {answer.status_code} {answer.text[:300]}"
     return answer.status_code, answer.text
 
 
@@ -227,9 +227,9 @@ def test_a_hostile_request_neither_blocks_the_loop_nor_takes_memory(shared_serve
             answer = shared_server.http.post(
                 path, content=body.encode(), headers={"content-type": kind}
             )
-            told = answer.text[:300]
-        print(f"{name}: {answer.status_code} {seen} {told[:120]}")
-        assert answer.status_code < 500, told
+            reported = answer.text[:300]
+        print(f"{name}: {answer.status_code} {seen} {reported[:120]}")
+        assert answer.status_code < 500, reported
         assert seen.peak_mb < MAX_PEAK_MB, seen
         if seen.blocked_s < MAX_BLOCKED_S and seen.grown_mb < MAX_GROWN_MB:
             return

@@ -123,9 +123,9 @@ def test_when_a_rank_of_joined_replicas_dies_all_end_with_its_name(server):
             assert ends_in_one_error(stream.end(60.0))
         assert running.exit_code(60.0) != 0
         wait_until(lambda: running.members() == [], 60.0, "the children to end")
-        told = running.log.read_text()
-        assert re.search("replica [01] has ended", told)
-        assert "rank1" in told and "SIGKILL" in told
+        output = running.log.read_text()
+        assert re.search("replica [01] has ended", output)
+        assert "rank1" in output and "SIGKILL" in output
 
 
 @pytest.mark.slow

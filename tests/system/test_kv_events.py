@@ -57,7 +57,7 @@ def replayed(port: int, first: int = 0) -> list[tuple[int, list]]:
 
 
 @pytest.fixture(params=["map", "array"])
-def told(request, tiny_model, tmp_path):
+def publisher(request, tiny_model, tmp_path):
     """(server, its ports, encoding) of an engine that tells."""
     ports = free_port(), free_port()
     flags = ("--kv-events-config", config(*ports, encoding=request.param), "--page-size", "16")
@@ -82,8 +82,8 @@ def fields(event: object, encoding: str) -> dict:
     return {"type": kind, **dict(zip(names, values, strict=True))}
 
 
-def test_a_reader_knows_what_the_cache_holds(told):
-    running, (port, replay), encoding = told
+def test_a_reader_knows_what_the_cache_holds(publisher):
+    running, (port, replay), encoding = publisher
     found = running.facts()["kv_events"]
     assert found["endpoint"] == f"tcp://127.0.0.1:{port}" and found["block_size"] == 16
     with reader(zmq.SUB, port) as hearing:
@@ -113,7 +113,7 @@ def test_a_reader_knows_what_the_cache_holds(told):
             >= sorted(stored["block_hashes"])
         ),
         60,
-        "the removal to be told",
+        "the removal to be reported",
     )
 
 
@@ -138,8 +138,8 @@ def stored_of(replay: int, encoding: str) -> list[dict]:
     return [event for event in events if event["type"] == "BlockStored"]
 
 
-def test_who_missed_some_gets_them_from_a_number_on(told):
-    running, (_, replay), _ = told
+def test_who_missed_some_gets_them_from_a_number_on(publisher):
+    running, (_, replay), _ = publisher
     running.generate(**ASKED)
     wait_until(lambda: len(replayed(replay)) >= 2, 60, "two batches")
     everything = replayed(replay)
@@ -148,7 +148,7 @@ def test_who_missed_some_gets_them_from_a_number_on(told):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "publisher"),
     [
         ({"publisher": "kafka"}, "publisher must be one of zmq, null"),
         ({"endpoints": "x"}, "has no 'endpoints'. Keys are publisher"),
@@ -161,8 +161,8 @@ def test_who_missed_some_gets_them_from_a_number_on(told):
         ({"encoding": "json"}, "encoding must be one of map, array"),
     ],
 )
-def test_what_is_wrong_with_the_configuration_is_reported(given, told):
-    with pytest.raises(ConfigError, match=told.replace("(", r"\(").replace("[", r"\[")):
+def test_what_is_wrong_with_the_configuration_is_reported(given, publisher):
+    with pytest.raises(ConfigError, match=publisher.replace("(", r"\(").replace("[", r"\[")):
         kv_events(ObserveConfig(kv_events={"publisher": "zmq", **given}))
 
 

@@ -18,7 +18,7 @@ PROMPT = [(7 * i * i + 3 * i + i // 97) % 97 for i in range(TOKENS)]
 ASKED = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 
-def told(folder: Path, **more) -> tuple[list[int], torch.Tensor]:
+def output_of(folder: Path, **more) -> tuple[list[int], torch.Tensor]:
     """Tokens, and log-probabilities of the prompt's last tokens and of these."""
     with banyan.Engine(
         model_path=str(folder),
@@ -46,9 +46,9 @@ def test_what_an_indexer_chooses_of_8192_tokens_is_what_transformers_chooses(tmp
     reference = tiny("deepseek v3.2", tmp_path / "sparse", index_topk=CHOSEN, **SIZES)
     tiny("deepseek v3.2", tmp_path / "dense", index_topk=2 * TOKENS, **SIZES)
 
-    tokens, scores = told(tmp_path / "sparse")
-    _, dense = told(tmp_path / "dense")
-    again = told(tmp_path / "sparse", threads=1)
+    tokens, scores = output_of(tmp_path / "sparse")
+    _, dense = output_of(tmp_path / "dense")
+    again = output_of(tmp_path / "sparse", threads=1)
 
     ids = PROMPT + tokens
     with torch.no_grad():

@@ -259,10 +259,10 @@ def test_adapters_of_embedding_head_and_whole_rows_answer_as_peft_merges_them(
     wide, tiny_model
 ) -> None:
     exact = {"cpu_activations": "fp32"}
-    expected, told = {}, {}
+    expected, reported = {}, {}
     for name, model in {None: tiny_model, **{k: wide[f"merged {k}"] for k in KINDS}}.items():
         with engine(model, **exact) as merged:
-            expected[name], told[name] = output(merged, None), scores(merged, None)
+            expected[name], reported[name] = output(merged, None), scores(merged, None)
     assert len({tuple(ids) for ids in expected.values()}) == 5
     paths = [f"{name}={wide[name]}" for name in KINDS]
     with engine(tiny_model, lora_paths=paths, **exact) as served:
@@ -270,7 +270,7 @@ def test_adapters_of_embedding_head_and_whole_rows_answer_as_peft_merges_them(
         alone = {name: scores(served, name) for name in expected}
         for name, ids in expected.items():
             assert output(served, name) == ids
-            np.testing.assert_allclose(alone[name], told[name], atol=2e-3)
+            np.testing.assert_allclose(alone[name], reported[name], atol=2e-3)
         with ThreadPoolExecutor(8) as pool:
             company = [*expected] * 2
             together = list(pool.map(lambda name: scores(served, name), company))
@@ -390,9 +390,9 @@ def test_two_ranks_serve_every_route_and_their_journal_replays(site, folders, ex
         assert answer.json()["model"] == fields["model"]
         return answer.json()["choices"][0]["text"]
 
-    told = {m: completion(model=m) for m in ("base", "a", "base:a", "b")}
-    assert told["a"] == told["base:a"] and len(set(told.values())) == 3
-    assert completion(model="base", lora_path="a") == told["a"]
+    reported = {m: completion(model=m) for m in ("base", "a", "base:a", "b")}
+    assert reported["a"] == reported["base:a"] and len(set(reported.values())) == 3
+    assert completion(model="base", lora_path="a") == reported["a"]
     for model in ("base:x", "other:a"):
         answer = server.http.post("/v1/completions", json={"model": model, "prompt": "x"})
         assert answer.status_code == 404, answer.text
@@ -452,8 +452,8 @@ def test_two_ranks_serve_every_route_and_their_journal_replays(site, folders, ex
     loads = server.http.get("/v1/loads?include=lora").json()["loads"][0]["lora"]
     assert loads["num_loaded"] == 2 and 4 << 20 <= loads["used_bytes"] < loads["max_bytes"]
     metrics = server.http.get("/metrics").text.splitlines()
-    (told,) = [line for line in metrics if line.startswith("sglang:adapter_used_bytes{")]
-    assert float(told.split()[-1]) == loads["used_bytes"]
+    (reported,) = [line for line in metrics if line.startswith("sglang:adapter_used_bytes{")]
+    assert float(reported.split()[-1]) == loads["used_bytes"]
     tags = server.http.get("/api/tags").json()["models"]
     assert [tag["name"] for tag in tags] == ["base", "a", "b"]
     report = check(str(journal))

@@ -275,8 +275,8 @@ def test_every_answer_is_that_of_the_adapter_that_was_named(
         began = time.monotonic()
         soak(state)
         spent = time.monotonic() - began
-        told = {**state.counts, "wrong": len(state.wrong), "seconds": round(spent)}
-        print(f"\n{len(NAMES)} adapters, {REQUESTS} requests: {told}")
+        reported = {**state.counts, "wrong": len(state.wrong), "seconds": round(spent)}
+        print(f"\n{len(NAMES)} adapters, {REQUESTS} requests: {reported}")
         assert not state.wrong, state.wrong[:5]
         assert state.counts["kills"] == KILLS and state.counts["unloaded"]
         done = state.counts["answered"] + state.counts["refused, as the adapter had left"]

@@ -18,7 +18,7 @@ PROMPT = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Heavier than others, so that its memory is told from the noise."""
+    """Heavier than others, so that its memory differs from the noise."""
     sizes = {"HIDDEN": 256, "INNER": 2048, "LAYERS": 4, "HEADS": 8, "KV_HEADS": 8, "HEAD_DIM": 128}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():

@@ -1,4 +1,4 @@
-"""What /metrics tells of a real server is what its clients were told."""
+"""/metrics of a real server agrees with what its clients received."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ def figures(server) -> dict[str, float]:
 
 
 def ask(server, number: int) -> dict[str, int]:
-    """One request, streamed or whole; what the client was told of it."""
+    """One request, streamed or whole; what the client received about it."""
     body = {
         "text": f"Request {number % 5} asks for a few words. " * (1 + number % 3),
         "sampling_params": {**SAMPLING, "max_new_tokens": 1 + number % 7},
@@ -49,7 +49,7 @@ def ask(server, number: int) -> dict[str, int]:
 def test_counts_are_exactly_what_clients_saw(server):
     before = figures(server)
     with ThreadPoolExecutor(4) as pool:
-        told = list(pool.map(lambda n: ask(server, n), range(24)))
+        reported = list(pool.map(lambda n: ask(server, n), range(24)))
     after = figures(server)
 
     def grown(name):
@@ -57,11 +57,11 @@ def test_counts_are_exactly_what_clients_saw(server):
 
     assert grown("num_requests_total") == grown("e2e_request_latency_seconds_count") == 24
     assert grown("num_aborted_requests_total") == 0
-    assert grown("prompt_tokens_total") == sum(m["prompt_tokens"] for m in told)
-    assert grown("generation_tokens_total") == sum(m["completion_tokens"] for m in told)
-    assert grown("cached_tokens_total") == sum(m["cached_tokens"] for m in told) > 0
+    assert grown("prompt_tokens_total") == sum(m["prompt_tokens"] for m in reported)
+    assert grown("generation_tokens_total") == sum(m["completion_tokens"] for m in reported)
+    assert grown("cached_tokens_total") == sum(m["cached_tokens"] for m in reported) > 0
     assert grown("time_to_first_token_seconds_count") == 24
-    tokens = sum(m["completion_tokens"] for m in told)
+    tokens = sum(m["completion_tokens"] for m in reported)
     assert 0 < grown("inter_token_latency_seconds_count") <= tokens - 24  # some come with the first
     waits = grown("time_to_first_token_seconds_sum") + grown("inter_token_latency_seconds_sum")
     assert 0 < waits <= grown("e2e_request_latency_seconds_sum")

@@ -146,8 +146,8 @@ def test_a_killed_engine_is_an_error_that_says_what_to_do(tiny_model):
             key=lambda c: -c.create_time(),
         )
         mine.kill()
-        told = "was killed by SIGKILL. Nothing starts it again here: make a new Engine"
-        with pytest.raises(BanyanError, match=told):
+        reported = "was killed by SIGKILL. Nothing starts it again here: make a new Engine"
+        with pytest.raises(BanyanError, match=reported):
             list(stream)
-        with pytest.raises(BanyanError, match=told):
+        with pytest.raises(BanyanError, match=reported):
             running.generate(prompt="The banyan grows", sampling_params=PARAMS)

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from tests.support.mooncake import mooncake, needs
-from tests.support.stores import KEPT, OTHER, WAIT_S, http_ask, stored_tokens, told
+from tests.support.stores import KEPT, OTHER, WAIT_S, http_ask, output_of, stored_tokens
 from tests.system.serving import Server, wait_until
 from tests.system.test_attached_store import KEY, ROUTE, attach, present, started
 
@@ -31,7 +31,7 @@ def test_nixl_answers_after_a_restart(tiny_model: Path, tmp_path: Path) -> None:
     more = ("wait_complete", "--hicache-storage-backend-extra-config", text)
     with started(tiny_model, tmp_path / "2.log", *flags, *more) as server:
         found = http_ask(server)
-        assert told(found) == told(right) and stored_tokens(found) == KEPT
+        assert output_of(found) == output_of(right) and stored_tokens(found) == KEPT
         server.signal(signal.SIGTERM)
         assert server.exit_code(60) == 0
 
@@ -53,10 +53,10 @@ def test_mooncake_answers_after_a_restart_and_its_end_costs_no_answer(
             reply = attach(server, "", extra=extra, hicache_storage_backend="mooncake")
             assert reply.status_code == 200 and present(server) == ("mooncake", "mooncake")
             found = http_ask(server)
-            assert told(found) == told(right) and stored_tokens(found) == KEPT
+            assert output_of(found) == output_of(right) and stored_tokens(found) == KEPT
             master.close()
-            assert told(http_ask(server, OTHER)) == told(other)
-            assert told(http_ask(server)) == told(right)
+            assert output_of(http_ask(server, OTHER)) == output_of(other)
+            assert output_of(http_ask(server)) == output_of(right)
             words = lambda: server.log.read_text().count("cannot be looked up")  # noqa: E731
             wait_until(lambda: bool(words()), WAIT_S, "a word about the store")
             http_ask(server, OTHER[::-1])
@@ -67,6 +67,6 @@ def test_mooncake_answers_after_a_restart_and_its_end_costs_no_answer(
             assert force.status_code == 200, force.text
             refused = attach(server, "", extra=extra, hicache_storage_backend="mooncake")
             assert refused.status_code == 400 and "no master answers" in refused.text
-            assert told(http_ask(server)) == told(right)
+            assert output_of(http_ask(server)) == output_of(right)
             server.signal(signal.SIGTERM)
             assert server.exit_code(60) == 0

@@ -101,9 +101,9 @@ class Site:
 
     def loads(self) -> dict[str, int]:
         """Requests that the router has open at each server, by its name."""
-        told = httpx.get(f"{self.router}/workers", timeout=60).json()["workers"]
+        answer = httpx.get(f"{self.router}/workers", timeout=60).json()["workers"]
         names = {f"http://127.0.0.1:{port}": name for name, port in self.ports.items()}
-        return {names[one["url"]]: one["load"] for one in told}
+        return {names[one["url"]]: one["load"] for one in answer}
 
     def trouble(self, without: str = "") -> str:
         """What is not as it is at rest, of all servers but one; "" = nothing."""
@@ -124,15 +124,15 @@ class Site:
     def rest(self, without: str = "") -> None:
         """Wait until nothing is left of any request."""
         until = time.monotonic() + BACK_S
-        while told := self.trouble(without):
-            assert time.monotonic() < until, told
+        while answer := self.trouble(without):
+            assert time.monotonic() < until, answer
             time.sleep(0.1)
         if not without:
             wait_until(lambda: all(self._well()), BACK_S, "the router to see all of them well")
 
     def _well(self) -> list[bool]:
-        told = httpx.get(f"{self.router}/workers", timeout=60).json()["workers"]
-        return [one["is_healthy"] for one in told]
+        answer = httpx.get(f"{self.router}/workers", timeout=60).json()["workers"]
+        return [one["is_healthy"] for one in answer]
 
 
 @pytest.fixture(scope="module")
@@ -310,8 +310,8 @@ def misses(prompt: list[int], said: list[int], num: int, right: Engine) -> list[
         logprob_start_len=len(prompt) - 1,
         top_logprobs_num=1,
     )["meta_info"]
-    told = list(zip(found["input_token_logprobs"], found["input_top_logprobs"], strict=True))
-    behind = told[-len(said) :]
+    reported = list(zip(found["input_token_logprobs"], found["input_top_logprobs"], strict=True))
+    behind = reported[-len(said) :]
     assert [token for (_, token, _), _ in behind] == said
     return [at for at, ((mine, *_), ((best, *_), *_)) in enumerate(behind) if mine < best - TIE]
 
@@ -343,9 +343,9 @@ def test_requests_end_well_or_in_time_wherever_it_strikes(
         for at in range(FAULTS):
             seed = f"{target}, {blow}, {state}, {at}"
             ends[one_fault(site, right, target, blow, state, seed)] += 1
-        told = ", ".join(f"{n} x {what}" for what, n in sorted(ends.items()))
+        reported = ", ".join(f"{n} x {what}" for what, n in sorted(ends.items()))
         seconds = (time.monotonic() - began) / FAULTS
-        print(f"\n| {target} | {blow} | {state} | {told} | {seconds:.1f} s |", flush=True)
+        print(f"\n| {target} | {blow} | {state} | {reported} | {seconds:.1f} s |", flush=True)
 
 
 @pytest.mark.skipif(TRANSFER != "tcp", reason="what lands is spoiled in tests/transfer")

@@ -10,7 +10,7 @@ from PIL import Image
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.support.handoff import CASES, GREEDY, is_whole, told
+from tests.support.handoff import CASES, GREEDY, is_whole, output_of
 from tests.support.multimodal import RECIPES, tiny
 from tests.system.handing import FLAGS, WAIT_S, Pair, engines
 from tests.system.serving import wait_until
@@ -55,17 +55,17 @@ def test_a_pair_answers_about_pictures_like_one_server(model, single, pair, case
     body = body_of(model, 140) | CASES[case]
     right, found = single.generate(**body), pair.ask(**body)
     if isinstance(right, list):
-        assert [told(x) for x in found] == [told(x) for x in right]
+        assert [output_of(x) for x in found] == [output_of(x) for x in right]
     else:
-        assert told(found) == told(right)
+        assert output_of(found) == output_of(right)
 
 
 def test_prefixes_with_pictures_on_either_side_change_no_answer(model, single, pair) -> None:
     body = body_of(model, 150) | CASES["scores"]
-    right = told(single.generate(**body))
-    assert [told(pair.ask(**body)) for _ in range(2)] == [right, right]
+    right = output_of(single.generate(**body))
+    assert [output_of(pair.ask(**body)) for _ in range(2)] == [right, right]
     other = body_of(model, 150, 70) | CASES["scores"]
-    assert told(pair.ask(**other)) == told(single.generate(**other)) != right
+    assert output_of(pair.ask(**other)) == output_of(single.generate(**other)) != right
 
 
 def test_a_picture_that_cannot_be_read_ends_on_both_sides(model, single, pair) -> None:

@@ -38,8 +38,8 @@ def test_an_operator_keeps_a_tenant_s_prompt(tiny_model: Path, tmp_path: Path) -
         server.http.post(flush, headers={"Authorization": "Bearer root"}).raise_for_status()
         assert cached("oak") == 48 and cached("elm") == 0
         metrics = server.http.get("/metrics", headers={"Authorization": "Bearer root"}).text
-        told = [line for line in metrics.splitlines() if "kv_pinned_tokens{" in line]
-        assert [float(line.split()[-1]) for line in told] == [48.0]
+        lines = [line for line in metrics.splitlines() if "kv_pinned_tokens{" in line]
+        assert [float(line.split()[-1]) for line in lines] == [48.0]
         assert call("/unpin_prefix", {"pin": "nobody"}, "root") == 404
         assert call("/unpin_prefix", {"pin": ""}, "root") == 400
         assert call("/unpin_prefix", {"pin": made["pin"]}, "root") == {"unpinned": 1}

@@ -44,7 +44,7 @@ def test_of_a_repeated_prompt_the_last_token_alone_is_computed(engine, length):
     answers = [scored(engine, prompt) for _ in range(3)]
     cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
     assert cached == [0, length - 1, length - 1]
-    assert told(answers[0]) == told(answers[1]) == told(answers[2])
+    assert output_of(answers[0]) == output_of(answers[1]) == output_of(answers[2])
 
 
 def test_scores_of_a_prompt_are_reported_from_the_first_that_is_wanted(engine):
@@ -75,7 +75,9 @@ def test_windows_latents_and_index_keys_are_reused_to_the_token(variant, tmp_pat
         engine.flush_cache()
         cold = scored(engine, other)
     assert [a["meta_info"]["cached_tokens"] for a in (*right, *hits)] == [0, 53, 60, 72]
-    assert [told(a) for a in hits] == [told(a) for a in right] and told(cold) == told(right[1])
+    assert [output_of(a) for a in hits] == [output_of(a) for a in right] and output_of(
+        cold
+    ) == output_of(right[1])
 
 
 def test_an_answer_is_a_prefix_for_the_next_turn(engine):
@@ -113,7 +115,7 @@ def scored(engine: Engine, prompt: list[int]) -> dict:
     return engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
 
 
-def told(answer: dict) -> tuple:
+def output_of(answer: dict) -> tuple:
     return answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
 
 

@@ -156,7 +156,7 @@ def test_a_server_that_may_not_start_engines_again_ends_with_the_first_death(ser
         for stream in streams:
             assert ends_in_one_error(stream.end(60.0))
         assert "SIGKILL" in running.http.get("/readyz").text
-        assert running.exit_code(60.0) != 0  # after it has told probes why
+        assert running.exit_code(60.0) != 0  # after it has reported to probes why
         assert running.members() == []
 
 

@@ -46,9 +46,9 @@ def spans_of(path: Path) -> list[dict]:
 def test_a_profile_lies_in_the_folder_of_the_variable(server: Server, folder: Path) -> None:
     assert post(server, "/start_profile", profile_prefix="a-") == "Start profiling.\n"
     server.generate(**ASKED)
-    told = post(server, "/stop_profile")
+    reported = post(server, "/stop_profile")
     [path] = folder.glob("a-banyan-engine0-*.trace.json")
-    assert str(path) in told and path.stat().st_mode & 0o777 == 0o600
+    assert str(path) in reported and path.stat().st_mode & 0o777 == 0o600
 
 
 def test_it_tells_the_phases_of_each_step_and_its_ops(server: Server, tmp_path: Path) -> None:

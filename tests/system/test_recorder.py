@@ -54,10 +54,10 @@ def test_an_administrator_gets_what_was_decided_and_it_replays(server, tmp_path)
         again = resend(str(tmp_path / "recording"), Client(running.url, "sk-user"))
         warm_up = 1
         assert (again.sent, again.answered) == (12 + warm_up, 12 + warm_up), again
-        told = explaining(running, "watched-request")
-        assert told.returncode == 0, told.stderr
-        assert re.search("prompt +20 tokens, [0-9]+ of them from the cache", told.stdout)
-        assert told.stdout.splitlines()[-1].split() == ["end", "length"]
+        reported = explaining(running, "watched-request")
+        assert reported.returncode == 0, reported.stderr
+        assert re.search("prompt +20 tokens, [0-9]+ of them from the cache", reported.stdout)
+        assert reported.stdout.splitlines()[-1].split() == ["end", "length"]
         refused = explaining(running, "watched-request", key="sk-user")
         assert refused.returncode and "watched-request" not in refused.stdout
     plans = []

@@ -68,14 +68,16 @@ def open_engine(path: Path, **more) -> banyan.Engine:
     return banyan.Engine(model_path=str(path), **usual, **more)
 
 
-def told(text: str, like: np.ndarray) -> np.ndarray:
+def experts_in(text: str, like: np.ndarray) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, *like.shape[1:])
 
 
 def check(answer: dict, prompt: list[int], model: Model, start: int = 0) -> None:
     """Of every token from `start` on but the last, which nothing has read."""
     expected = model[1]((prompt + answer["output_ids"])[:-1])
-    assert np.array_equal(told(answer["meta_info"]["routed_experts"], expected), expected[start:])
+    assert np.array_equal(
+        experts_in(answer["meta_info"]["routed_experts"], expected), expected[start:]
+    )
 
 
 def test_what_an_answer_tells_is_what_the_routers_of_transformers_choose(server, model):
@@ -126,10 +128,10 @@ def test_the_routes_of_openai_tell_it_next_to_their_choices(is_chat, server, mod
     answer = server.http.post(route, json=body).json()
     found = answer["sglext"]["routed_experts"]
     tokens = answer["usage"]["total_tokens"]
-    assert told(found, model[1]([1])).shape[0] == tokens - 1
+    assert experts_in(found, model[1]([1])).shape[0] == tokens - 1
     start = {"routed_experts_start_len": 3}
     later = server.http.post(route, json=body | start).json()["sglext"]["routed_experts"]
-    assert np.array_equal(told(later, model[1]([1])), told(found, model[1]([1]))[3:])
+    assert np.array_equal(experts_in(later, model[1]([1])), experts_in(found, model[1]([1]))[3:])
     with server.http.stream("POST", route, json=body | {"stream": True}) as response:
         chunks = list(stream_events(response))
     assert [c["sglext"]["routed_experts"] for c in chunks if "sglext" in c] == [found]

@@ -149,13 +149,13 @@ def test_a_pin_is_kept_by_every_server_that_a_request_may_go_to(
     prompt = [5 + 7 * at % 380 for at in range(50)]
     made = router.http.post("/pin_prefix", json={"input_ids": prompt, "ttl_s": 600}).json()
     assert made["success"] and not made["not_asked"] and "send it again" in made["later"]
-    assert {told["worker"] for told in made["workers"]} == {server.url for server in pair}
+    assert {reported["worker"] for reported in made["workers"]} == {server.url for server in pair}
     assert router.http.post("/flush_cache").json()["success"] is True
     for _ in range(2):  # round robin: one each
         asked = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}
         assert router.http.post("/generate", json=asked).json()["meta_info"]["cached_tokens"] == 48
     listed = router.http.get("/pinned_prefixes").json()["workers"]
-    assert [told["body"]["pins"][0]["pin"] for told in listed] == [made["pin"]] * 2
+    assert [reported["body"]["pins"][0]["pin"] for reported in listed] == [made["pin"]] * 2
     pair[1].http.post("/unpin_prefix", json={"pin": made["pin"]}).raise_for_status()
     gone = router.http.post("/unpin_prefix", json={"pin": made["pin"]})
     assert (gone.status_code, gone.json()["unpinned"]) == (200, 1), "one had let it go already"
@@ -163,7 +163,7 @@ def test_a_pin_is_kept_by_every_server_that_a_request_may_go_to(
     refused = router.http.post("/pin_prefix", json={"input_ids": prompt, "ttl": 3})
     assert refused.status_code == 400 and "ttl" in refused.text
     listed = router.http.get("/pinned_prefixes").json()["workers"]
-    assert [told["body"]["pins"] for told in listed] == [[], []]
+    assert [reported["body"]["pins"] for reported in listed] == [[], []]
 
 
 def test_a_response_is_found_at_the_server_that_keeps_it(router: Server) -> None:
@@ -228,9 +228,9 @@ def test_a_stream_whose_server_is_killed_ends_with_one_error(
                 if len(events) == 3:
                     server.signal(signal.SIGKILL)
         assert events[-1] == "[DONE]"
-        told = [json.loads(event) for event in events[:-1]]
-        errors = [event["error"] for event in told if "error" in event]
-        assert len(errors) == 1 and told[-1]["error"] == errors[0]
+        reported = [json.loads(event) for event in events[:-1]]
+        errors = [event["error"] for event in reported if "error" in event]
+        assert len(errors) == 1 and reported[-1]["error"] == errors[0]
         assert errors[0]["code"] == 503 and errors[0]["reason"] == "worker_lost"
         refused = router.http.post("/generate", json=body)
         assert refused.status_code == 503 and server.url in refused.json()["message"]

@@ -196,7 +196,7 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
     left = [path.name for path in place.glob("banyan-*")]
     assert [name for name in left if name.split("-")[2] not in programs] == []
     assert [name for name in os.listdir("/dev/shm") if name.startswith("banyan")] == []
-    told = " | ".join(
+    reported = " | ".join(
         f"{len(t)} | {statistics.median(t):.1f} s | {max(t):.1f} s" for t in took_s.values() if t
     )
     figures = "; ".join(
@@ -206,7 +206,9 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
         if t
     )
     print(f"\nfigure: {layout}: {figures}; {FAULTS * NUM_STREAMS} streams that ended once")
-    print(f"\n| {layout} | {told} | {FAULTS * NUM_STREAMS} of {FAULTS * NUM_STREAMS} | nothing |")
+    print(
+        f"\n| {layout} | {reported} | {FAULTS * NUM_STREAMS} of {FAULTS * NUM_STREAMS} | nothing |"
+    )
     if "FAULTS_JUDGED" in os.environ:
         assert max(noticed_s["SIGSTOP"], default=0.0) < NOTICED_S
         assert max(noticed_s["SIGKILL"]) < NOTICE_S

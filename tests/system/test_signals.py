@@ -15,8 +15,8 @@ from tests.system.serving import wait_until
 
 ASKED = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
 CODE = """
-def heard(number, frame):
-    with open({told!r}, "a") as file:
+def received(number, frame):
+    with open({record!r}, "a") as file:
         file.write(f"{{number}} ")
     raise RuntimeError("of the handler's own")
 """
@@ -24,13 +24,13 @@ def heard(number, frame):
 
 @pytest.fixture
 def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that mine:heard writes to."""
-    told = tmp_path / "told"
-    (tmp_path / "mine.py").write_text(CODE.format(told=str(told)))
+    """The file that mine:received writes to."""
+    record = tmp_path / "record"
+    (tmp_path / "mine.py").write_text(CODE.format(record=str(record)))
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     )
-    return told
+    return record
 
 
 def named(*words: str) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ def named(*words: str) -> tuple[str, ...]:
 
 
 def test_sigquit_calls_the_function_that_was_named(server: StartServer, own_code: Path) -> None:
-    with server(*named("--custom-sigquit-handler", "mine:heard")) as running:
+    with server(*named("--custom-sigquit-handler", "mine:received")) as running:
         running.signal(signal.SIGQUIT)
         called = lambda: own_code.exists() and own_code.read_text()  # noqa: E731
         wait_until(
@@ -55,7 +55,7 @@ def test_sigquit_calls_the_function_that_was_named(server: StartServer, own_code
 def test_it_is_called_when_engines_stay_lost_and_nothing_is_dumped_without_a_folder(
     server: StartServer, own_code: Path
 ) -> None:
-    flags = ("--engine-restarts", "0", "--custom-sigquit-handler", "mine:heard")
+    flags = ("--engine-restarts", "0", "--custom-sigquit-handler", "mine:received")
     with server(*flags) as running:
         running.signal(signal.SIGUSR1)
         wait_until(lambda: "--crash-dump-folder" in running.tail(), 60, "a word on dumps")
@@ -66,7 +66,7 @@ def test_it_is_called_when_engines_stay_lost_and_nothing_is_dumped_without_a_fol
 
 
 def test_code_that_lies_with_a_checkpoint_is_never_called(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "beside_weights.py").write_text("def heard(number, frame): pass\n")
+    (tmp_path / "beside_weights.py").write_text("def received(number, frame): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="lies with the checkpoint"):
         install_sigquit_handler("beside_weights:heard", str(tmp_path))

@@ -12,7 +12,7 @@ from banyan.engine.model_loader import check_drafts
 from banyan.llm import Engine
 from banyan.platform.cpu import CpuPlatform
 from tests.models.families import tiny
-from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, start, told
+from tests.support.drafts import LONG, REPEATS, REQUESTS, answers, output_of, start
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,9 @@ def test_drafts_that_branch_change_no_answer(plain, branching):
     """Together and one after another, so that one beginning has gone on in several ways."""
     correct = 0
     for name in (*REQUESTS, "drawn", "scored", "schema"):
-        right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+        right = [output_of(answer) for answer in answers(plain, **REQUESTS[name])]
         found = answers(branching, **REQUESTS[name])
-        assert [told(answer) for answer in found] == right, name
+        assert [output_of(answer) for answer in found] == right, name
         correct += sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found)
     assert correct > 0
     assert branching.stats().leaked == 0
@@ -47,9 +47,9 @@ def test_drafts_that_branch_change_no_answer(plain, branching):
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_is_answered_as_without_drafts(plain, drafting, name: str):
-    right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+    right = [output_of(answer) for answer in answers(plain, **REQUESTS[name])]
     for _ in range(2):  # what was answered once is drafted the next time
-        assert [told(answer) for answer in answers(drafting, **REQUESTS[name])] == right
+        assert [output_of(answer) for answer in answers(drafting, **REQUESTS[name])] == right
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps_and_reads_the_same(plain, drafting):
@@ -58,7 +58,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps_and_reads_the_same(plain, 
     for _ in range(3):
         (found,) = answers(drafting)
     meta = found["meta_info"]
-    assert told(found) == told(right)
+    assert output_of(found) == output_of(right)
     assert meta["spec_verify_ct"] < meta["completion_tokens"] - 1
     assert meta["spec_num_correct_drafts"] + meta["spec_verify_ct"] == meta["completion_tokens"] - 1
     assert meta["spec_num_proposed_drafts"] >= meta["spec_num_correct_drafts"] > 0
@@ -69,8 +69,8 @@ def test_a_text_that_repeats_itself_takes_fewer_steps_and_reads_the_same(plain, 
 
 def test_a_crowd_is_answered_as_alone(plain, drafting):
     prompts = [f"{REPEATS} {i}" for i in range(12)]
-    right = [told(answers(plain, prompt=prompt)[0]) for prompt in prompts]
-    assert [told(answer) for answer in answers(drafting, prompt=prompts)] == right
+    right = [output_of(answers(plain, prompt=prompt)[0]) for prompt in prompts]
+    assert [output_of(answer) for answer in answers(drafting, prompt=prompts)] == right
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,10 @@ def test_a_crowd_is_answered_as_alone(plain, drafting):
 )
 def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, plain, flags):
     prompts = [f"{REPEATS} {i}" for i in range(8)]
-    right = [told(answers(plain, prompt=prompt)[0]) for prompt in prompts]
+    right = [output_of(answers(plain, prompt=prompt)[0]) for prompt in prompts]
     with start(tiny_model, **flags) as engine:
         found = answers(engine, prompt=prompts)
-        assert [told(answer) for answer in found] == right
+        assert [output_of(answer) for answer in found] == right
         assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found) > 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.models.drafting import tiny_next
 from tests.models.families import tiny
-from tests.support.drafts import REPEATS, REQUESTS, answers, start, told
+from tests.support.drafts import REPEATS, REQUESTS, answers, output_of, start
 from tests.support.hidden_drafts import ahead, given_up
 
 WHOLE = pytest.mark.skipif(os.environ.get("DRAFTS") != "all", reason="make test-drafts runs it")
@@ -39,12 +39,14 @@ def with_words(make, variant: str, folder: Path, words: Path) -> Path:
 def test_a_layer_of_the_checkpoint_drafts_next_to_states(tiny_model, tmp_path, flags, names):
     model, correct = with_words(tiny_next, "qwen3 next", tmp_path, tiny_model), 0
     with start(model, is_drafting=False, **flags) as engine:
-        right = {name: [told(each) for each in answers(engine, **REQUESTS[name])] for name in names}
+        right = {
+            name: [output_of(each) for each in answers(engine, **REQUESTS[name])] for name in names
+        }
     with ahead(model, **flags) as engine:
         for name in names:
             for _ in range(2):  # the second finds its prompt in the cache
                 found = answers(engine, **REQUESTS[name])
-                assert [told(each) for each in found] == right[name], name
+                assert [output_of(each) for each in found] == right[name], name
                 correct += sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
         assert correct > 10
         given_up(engine)
@@ -64,12 +66,12 @@ def test_states_of_all_kinds_go_back_though_requests_are_retracted(tiny_model, t
     model = with_words(tiny, variant, tmp_path, tiny_model)
     prompts = [f"{REPEATS} {i}" for i in range(8)]
     with start(model, is_drafting=False) as engine:
-        right = [told(answers(engine, prompt=prompt)[0]) for prompt in prompts]
+        right = [output_of(answers(engine, prompt=prompt)[0]) for prompt in prompts]
     with start(model, disable_adaptive_drafts=True, **FEW) as engine:
         proposed = 0
         for _ in range(2):  # what was answered once is drafted the next time
             found = answers(engine, prompt=prompts)
-            assert [told(answer) for answer in found] == right
+            assert [output_of(answer) for answer in found] == right
             proposed += sum(each["meta_info"]["spec_num_proposed_drafts"] for each in found)
             correct = sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
         assert proposed > correct > 10

@@ -19,9 +19,9 @@ from tests.support.stores import (
     PROMPT,
     WAIT_S,
     http_ask,
+    output_of,
     pages,
     stored_tokens,
-    told,
 )
 from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import serving, wait_until
@@ -70,7 +70,7 @@ def ask(engine: Engine, prompt: list[int] = PROMPT, **fields: object) -> dict:
 
 
 def answer(engine: Engine, prompt: list[int] = PROMPT) -> dict[str, object]:
-    return told(ask(engine, prompt))
+    return output_of(ask(engine, prompt))
 
 
 def fill(start: OpenEngine, folder: Path, **flags: object) -> None:
@@ -97,7 +97,7 @@ def test_a_restarted_server_answers_from_the_store(tiny_model: Path, folder: Pat
             wait_until(lambda: len(pages(folder)) >= KEPT // 16, WAIT_S, "the pages to be stored")
             server.signal(signal.SIGTERM)
             assert server.exit_code(60) == 0
-    assert told(found[0]) == told(found[1])
+    assert output_of(found[0]) == output_of(found[1])
     assert stored_tokens(found[0]) == 0
     assert found[1]["meta_info"]["cached_tokens"] == KEPT
     assert found[1]["meta_info"]["cached_tokens_details"] == {
@@ -112,13 +112,13 @@ def test_what_comes_from_the_store_is_what_would_be_computed(start, folder, righ
     fill(start, folder)
     with start() as again:
         first, second = ask(again), ask(again)
-        assert told(first) == told(second) == right
+        assert output_of(first) == output_of(second) == right
         assert stored_tokens(first) == KEPT and stored_tokens(second) == 0
         longer = ask(again, PROMPT[:500] + OTHER)
         assert longer["meta_info"]["cached_tokens"] >= 500
     with start() as third:
         found = ask(third, PROMPT[:500] + OTHER)
-        assert told(found) == told(longer)
+        assert output_of(found) == output_of(longer)
         assert stored_tokens(found) >= 496
 
 
@@ -135,7 +135,7 @@ def test_a_server_killed_while_it_writes_leaves_nothing_wrong(
         found = http_ask(server)
         wait_until(lambda: bool(pages(folder)), WAIT_S, "a first page")
         server.kill()
-    assert told(found) == right
+    assert output_of(found) == right
     with start() as again:
         assert answer(again) == right
 
@@ -191,7 +191,7 @@ def test_the_prefetch_policy_decides_who_waits(start, folder, right) -> None:
         "wait_complete": KEPT,
         "timeout": KEPT,
     }
-    assert all(told(f) == right for f in found.values())
+    assert all(output_of(f) == right for f in found.values())
 
 
 # -- faults ----------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_a_store_that_hangs_holds_up_nobody_else(start, folder, monkeypatch, rig
         finally:
             gate.set()
             waiting.join(WAIT_S)
-        assert told(found[0]) == right and stored_tokens(found[0]) == KEPT
+        assert output_of(found[0]) == right and stored_tokens(found[0]) == KEPT
 
 
 def test_a_request_waits_no_longer_than_its_time_limit(start, folder, monkeypatch, right) -> None:
@@ -225,9 +225,9 @@ def test_a_request_waits_no_longer_than_its_time_limit(start, folder, monkeypatc
     try:
         with start(extra=extra, hicache_storage_prefetch_policy="timeout") as engine:
             found = ask(engine)
-            assert told(found) == right and stored_tokens(found) == 0
+            assert output_of(found) == right and stored_tokens(found) == 0
             gate.set()
-            assert told(ask(engine)) == right
+            assert output_of(ask(engine)) == right
     finally:
         gate.set()
 
@@ -243,7 +243,7 @@ def test_flipped_bits_are_computed_anew(start, folder, right) -> None:
         wait_until(lambda: len(pages(folder)) >= KEPT // 16, WAIT_S, "the pages to be replaced")
     with start() as third:
         found = ask(third)
-        assert told(found) == right and stored_tokens(found) == KEPT
+        assert output_of(found) == right and stored_tokens(found) == KEPT
 
 
 def test_a_prefix_is_used_up_to_the_first_page_that_is_wrong(start, folder, right) -> None:
@@ -253,7 +253,7 @@ def test_a_prefix_is_used_up_to_the_first_page_that_is_wrong(start, folder, righ
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with start() as again:
         found = ask(again)
-    assert told(found) == right and 0 < stored_tokens(found) < KEPT
+    assert output_of(found) == right and 0 < stored_tokens(found) < KEPT
 
 
 def test_a_full_disk_is_reported_once_and_costs_no_answer(
@@ -282,7 +282,7 @@ def test_two_servers_share_one_folder(start, folder, right) -> None:
     assert answer(one) == right
     wait_until(lambda: len(pages(folder)) >= KEPT // 16, WAIT_S, "the pages to be stored")
     found = ask(two)
-    assert told(found) == right and stored_tokens(found) == KEPT
+    assert output_of(found) == right and stored_tokens(found) == KEPT
     both = [threading.Thread(target=ask, args=(engine, OTHER)) for engine in (one, two)]
     for thread in both:
         thread.start()
@@ -327,9 +327,9 @@ def test_weights_that_are_taken_later_have_no_part_in_the_store(
         reply = engine.update_weights_from_disk(str(other))
         assert "not stored" in str(reply)
         changed = ask(engine)
-        assert told(changed) != right and changed["meta_info"]["cached_tokens"] == 0
+        assert output_of(changed) != right and changed["meta_info"]["cached_tokens"] == 0
         ask(engine, OTHER)
-        assert told(ask(engine)) == told(changed)
+        assert output_of(ask(engine)) == output_of(changed)
     assert pages(folder) == before
 
 
@@ -348,7 +348,7 @@ def test_many_requests_for_one_stored_prefix_read_it_once(
             thread.start()
         for thread in threads:
             thread.join(WAIT_S)
-    assert [told(f) for f in found] == [right] * 6
+    assert [output_of(f) for f in found] == [right] * 6
     assert len(reads) == KEPT // 16
     assert all(f["meta_info"]["cached_tokens"] >= KEPT for f in found)
 
@@ -361,4 +361,4 @@ def test_a_replica_of_dp_attention_finds_what_another_has_stored(
     wait_until(lambda: len(pages(folder)) >= KEPT // 16, WAIT_S, "the pages to be kept")
     there = ask(engine, data_parallel_rank=1)
     assert (stored_tokens(here), stored_tokens(there)) == (0, KEPT)
-    assert told(here)["ids"] == told(there)["ids"] == right["ids"]
+    assert output_of(here)["ids"] == output_of(there)["ids"] == right["ids"]

@@ -84,9 +84,11 @@ def test_a_request_is_a_trace_with_its_phases(server: StartServer, collector: Co
     assert answer.headers["traceresponse"] == f"00-{TRACE}-{root['id']}-01"
     assert root["attributes"]["http.response.status_code"] == 200
     assert whole["parent"] == root["id"] and whole["trace"] == TRACE
-    told = whole["attributes"]
-    assert told["gen_ai.usage.input_tokens"] == 40 and told["gen_ai.usage.output_tokens"] == 6
-    assert told["gen_ai.response.finish_reasons"] == ["length"]
+    reported = whole["attributes"]
+    assert (
+        reported["gen_ai.usage.input_tokens"] == 40 and reported["gen_ai.usage.output_tokens"] == 6
+    )
+    assert reported["gen_ai.response.finish_reasons"] == ["length"]
     assert list(sorted(spans)) == ["decode", "prefill", "queue"]
     assert {span["parent"] for span in spans.values()} == {whole["id"]}
     moments = [(spans[name]["begin_ns"], spans[name]["end_ns"]) for name in PHASES]

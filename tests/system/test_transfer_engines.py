@@ -13,7 +13,7 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.llm import Engine
-from tests.support.handoff import CASES, GREEDY, PROMPT, told
+from tests.support.handoff import CASES, GREEDY, PROMPT, output_of
 from tests.support.transfer_engines import OF_DEVICES, flags_of, needs
 from tests.system.handing import FLAGS, WAIT_S, Servers, engines, fresh_room, servers
 from tests.system.serving import free_port, serving, settled, status_of, wait_until
@@ -48,7 +48,9 @@ def test_a_pair_answers_like_one_server(
     body = {"input_ids": prompt, **CASES[case]}
     right, found = single.generate(**body), answer(pair, body)
     both = (right, found) if isinstance(right, list) else ([right], [found])
-    assert [told(json.loads(json.dumps(x))) for x in both[0]] == [told(x) for x in both[1]]
+    assert [output_of(json.loads(json.dumps(x))) for x in both[0]] == [
+        output_of(x) for x in both[1]
+    ]
 
 
 def test_the_engine_carries_the_pages(pair: Servers) -> None:

@@ -147,11 +147,11 @@ def test_ranks_that_share_layers_answer_with_the_new_weights(start, folders, exp
         assert after["meta_info"]["cached_tokens"] == 0
         server.http.post("/start_profile", json={"output_dir": str(tmp_path)})
         server.generate(text=PROMPT, sampling_params=PARAMS)
-        told = server.http.post("/stop_profile").text
+        reported = server.http.post("/stop_profile").text
     names = sorted(tmp_path.glob("banyan-engine0-*.trace.json"))
     ranks = [json.loads(path.read_text())["traceEvents"] for path in names]
     assert [len({span["pid"] for span in spans}) for spans in ranks] == [1, 1]
-    assert all(str(path) in told for path in names)
+    assert all(str(path) in reported for path in names)
     assert all(any(span["name"] == "forward" for span in spans) for spans in ranks)
     report = check(str(journal))
     assert report.ok and report.plans > 40, str(report)

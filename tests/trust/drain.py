@@ -1,4 +1,4 @@
-"""A server that is told to end while a hundred streams run."""
+"""A server that is asked to end while a hundred streams run."""
 
 import asyncio
 import json

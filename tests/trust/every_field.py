@@ -136,7 +136,7 @@ class Try:
     """Which field has what."""
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         sent = self.what or str(self.body if self.body is not None else self.query)
         return f"{self.operation.method} {self.path[:120]} {sent[:200]}"
 
@@ -221,7 +221,7 @@ class Door:
         for one in ways:
             status = await self._ask(client, one)
             if operation.path in self._kinds and one.query is None and status != 200:
-                self.unserved.append(f"{one.told}: {status}")
+                self.unserved.append(f"{one.summary}: {status}")
             await self._undo(client, operation)
             return
 
@@ -238,7 +238,7 @@ class Door:
             await self._ask(client, Try(other, path, body))
 
     async def _ask(self, client: httpx.AsyncClient, one: Try) -> int:
-        began, told = time.monotonic(), one.told
+        began, summary = time.monotonic(), one.summary
         headers = {"content-type": "application/json", **one.operation.headers}
         pairs = "&".join(f"{key}={quote(value)}" for key, value in (one.query or {}).items())
         path = f"{one.path}?{pairs}" if pairs else one.path
@@ -247,10 +247,10 @@ class Door:
             answer = await client.request(method, path, content=one.body, headers=headers)
             status = answer.status_code
             if status < 500 and "internal_error" in answer.text:  # in a stream that has begun
-                status, told = 500, f"{told}: {answer.text[-300:]}"
+                status, summary = 500, f"{summary}: {answer.text[-300:]}"
         except httpx.HTTPError as error:
-            status, told = 0, f"{told}: {error!r}"
-        self.tally.saw(status, time.monotonic() - began, told)
+            status, summary = 0, f"{summary}: {error!r}"
+        self.tally.saw(status, time.monotonic() - began, summary)
         return status
 
 
@@ -288,13 +288,13 @@ def none_fails(model: Path, folder: Path, asked: list[Operation], *flags: str) -
     tally = door.tally
     print(
         f"\nfigure: {len(asked)} operations, each field of each: {sum(tally.statuses.values()):,} "
-        f"requests ({tally.told}): {len(tally.faults)} failures of the server, the longest answer "
-        f"after {tally.longest_s:.1f} s; {len(opened)} answers without a valid key"
+        f"requests ({tally.summary}): {len(tally.faults)} failures of the server, the longest "
+        f"answer after {tally.longest_s:.1f} s; {len(opened)} answers without a valid key"
     )
     assert not missed, missed
     assert not opened, opened[:5]
     assert not tally.faults, tally.faults[:20]
-    wrong = [told for told in door.unserved if told.split()[1] not in UNSERVED]
+    wrong = [summary for summary in door.unserved if summary.split()[1] not in UNSERVED]
     assert not wrong, wrong
 
 

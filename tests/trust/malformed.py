@@ -102,7 +102,7 @@ class Tally:
             self.faults.append(f"{status} to {what}")
 
     @property
-    def told(self) -> str:
+    def reported(self) -> str:
         return ", ".join(f"{n:,} × {status}" for status, n in sorted(self.statuses.items()))
 
 
@@ -194,8 +194,8 @@ def document(server: Server, folder: Path, tally: Tally) -> None:
     subprocess.run(command, cwd=folder, capture_output=True, check=False)
     for entry in json.loads(record.read_text())["log"]["entries"]:
         asked, answer = entry["request"], entry["response"]
-        told = f"{asked['method']} {asked['url']} {str(asked.get('postData'))[:300]}"
-        tally.saw(answer["status"], entry["time"] / 1000, told)
+        reported = f"{asked['method']} {asked['url']} {str(asked.get('postData'))[:300]}"
+        tally.saw(answer["status"], entry["time"] / 1000, reported)
 
 
 def test_nothing_that_is_wrong_in_a_request_is_a_failure_of_the_server(server, tmp_path):
@@ -208,7 +208,7 @@ def test_nothing_that_is_wrong_in_a_request_is_a_failure_of_the_server(server, t
             asyncio.run(mutations(running, mutated))
             document(running, tmp_path, documented)
         status, leaked = status_of(running, "/health"), running.stats()["leaked"]
-        told(mutated, documented, seen, canary)
+        print_figures(mutated, documented, seen, canary)
         canary.end()
     assert status == 200 and leaked == 0
     assert not mutated.faults, mutated.faults[:5]
@@ -216,10 +216,10 @@ def test_nothing_that_is_wrong_in_a_request_is_a_failure_of_the_server(server, t
     assert seen.blocked_s < MAX_BLOCKED_S
 
 
-def told(mutated: Tally, documented: Tally, seen: Seen, canary: Canary) -> None:
+def print_figures(mutated: Tally, documented: Tally, seen: Seen, canary: Canary) -> None:
     print(
-        f"\nfigure: {sum(mutated.statuses.values()):,} mutated requests ({mutated.told}) and "
-        f"{sum(documented.statuses.values()):,} of schemathesis ({documented.told}): "
+        f"\nfigure: {sum(mutated.statuses.values()):,} mutated requests ({mutated.reported}) and "
+        f"{sum(documented.statuses.values()):,} of schemathesis ({documented.reported}): "
         f"{len(mutated.faults) + len(documented.faults)} failures of the server, the longest "
         f"answer after {max(mutated.longest_s, documented.longest_s):.1f} s; /livez blocked for "
         f"{seen.blocked_s * 1000:.0f} ms at most; {len(canary.songs)} right answers to others"

@@ -27,7 +27,7 @@ RUNNING, QUEUED = 8, 32
 TOKENS = 1900
 LEAST_GOODPUT = 0.9
 FACTOR, ROUNDED_S = 2.0, 1.0
-"""A told time is right within this factor; it is told in whole seconds, rounded up."""
+"""A reported time is right within this factor; it is in whole seconds, rounded up."""
 GROWN_MB = 20
 
 
@@ -38,7 +38,7 @@ class Seen:
     ends: list[tuple[float, float]] = field(default_factory=list)
     """When requests that were answered came and when they ended."""
     refusals: list[tuple[float, str]] = field(default_factory=list)
-    """When requests were refused, and the time that they were told."""
+    """When requests were refused, and the time that they got."""
     refusal_took_s: list[float] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
 
@@ -63,8 +63,8 @@ async def ask(port: int, number: int, began: float, seen: Seen) -> None:
     if status == "200":
         seen.ends.append((sent_s, now_s))
     elif status in ("429", "503"):
-        told = [line.partition(":")[2].strip() for line in top if line.startswith("retry-after:")]
-        seen.refusals.append((now_s, told[0] if told else ""))
+        lines = [line.partition(":")[2].strip() for line in top if line.startswith("retry-after:")]
+        seen.refusals.append((now_s, lines[0] if lines else ""))
         seen.refusal_took_s.append(now_s - sent_s)
     else:
         seen.others.append(top[0])
@@ -103,11 +103,11 @@ async def flood(port: int, rate_rps: float) -> Seen:
 
 
 def true_waits(seen: Seen) -> list[tuple[float, float]]:
-    """Of each refusal: what it was told, and how long those before it then took to end."""
+    """Of each refusal: what it got, and how long those before it then took to end."""
     found = []
-    for at_s, told in seen.refusals:
+    for at_s, reported in seen.refusals:
         ends = [end for came, end in seen.ends if came <= at_s]
-        found.append((float(told), max(ends, default=at_s) - at_s))
+        found.append((float(reported), max(ends, default=at_s) - at_s))
     return found
 
 
@@ -127,7 +127,7 @@ def check(running: Server) -> None:
     grown_mb = resident_mb((running.pid, running.engine_pid())) - memory_mb
     best = max(best, asyncio.run(peak(running.port)))
     goodput = rate(seen, 2.0, OVERLOAD_S)
-    unreported = sum(not told.isdigit() for _, told in seen.refusals)
+    unreported = sum(not reported.isdigit() for _, reported in seen.refusals)
     waits = true_waits(seen) if not unreported else []
     right = sum(is_right(*pair) for pair in waits)
     took = percentile([end - came for came, end in seen.ends], 0.99)
@@ -142,7 +142,7 @@ def check(running: Server) -> None:
     wrong = [pair for pair in waits if not is_right(*pair)]
     assert not seen.others, seen.others[:3]
     assert unreported == 0 and len(seen.refusals) > len(seen.ends)
-    assert not wrong, f"told, took: {wrong[:5]}"
+    assert not wrong, f"reported, took: {wrong[:5]}"
     assert grown_mb < GROWN_MB
     assert goodput >= LEAST_GOODPUT * best
 

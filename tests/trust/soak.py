@@ -74,7 +74,7 @@ async def drive(server: Server, samples: Samples) -> tuple[int, int, list[str]]:
         nonlocal stayed
         try:
             text = await asyncio.wait_for(ask(server.port, request), PATIENCE_S)
-        except Exception as error:  # told at the end
+        except Exception as error:  # reported at the end
             wrong.append(f"{request.key}: {error!r}")
             return
         if text is not None:

@@ -253,7 +253,7 @@ def test_nothing_grows_and_nothing_is_mixed_up(
                 assert stats["leaked"] == 0 == stats["held_pages"]
     lines = {name: slope(*blocks(samples)) for name, samples in seen.memory_mb.items()}
     last = {name: samples[-1][1] for name, samples in seen.memory_mb.items()}
-    told = ", ".join(
+    reported = ", ".join(
         f"{name} {line.per_hour:+.1f} ± {line.error:.1f} MB/h ({last[name]:.0f} MB)"
         for name, line in lines.items()
     )
@@ -263,7 +263,7 @@ def test_nothing_grows_and_nothing_is_mixed_up(
         f"\nfigure: {MINUTES:g} min, {sent:,} sequences of three keys through a router, {KILLS} "
         f"engines killed; {seen.of_status(200) - seen.of_status(300):,} answers of 200, "
         f"{seen.of_status(500)} of 500 and above, {len(seen.lost)} lost, {len(seen.wrong)} wrong; "
-        f"{told}; descriptors {files}"
+        f"{reported}; descriptors {files}"
     )
     print({path: counts for path, counts in sorted(seen.statuses.items())})
     assert not seen.wrong, seen.wrong[:5]

@@ -63,7 +63,7 @@ SMUGGLED = {
     "a null in a header": HEAD + b"X: a\0b\r\n\r\n" + HIDDEN,
     "a chunk size that overflows": HEAD + CHUNKED + b"\r\nfffffffffffffffff\r\n" + HIDDEN,
     "a chunk size with a sign": HEAD + CHUNKED + b"\r\n-1\r\n" + HIDDEN,
-    "a chunk that is longer than told": HEAD + CHUNKED + b"\r\n1\r\n{}\r\n" + EMPTY + HIDDEN,
+    "a chunk that is longer than announced": HEAD + CHUNKED + b"\r\n1\r\n{}\r\n" + EMPTY + HIDDEN,
     "a request in the target": b"GET /livez HTTP/1.1\r\n" + HIDDEN,
     "two hosts": b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n",
 }
@@ -158,9 +158,9 @@ def test_damaged_requests_are_refused_and_others_notice_nothing(server):
         assert status_of(running, "/health") == 200
         wait_until(lambda: open_files(running.pid) <= before + 4, CALL_S, "the connections to go")
         log = running.log.read_text()
-    told = ", ".join(f"{count:,} × {what}" for what, count in sorted(seen.items()))
+    reported = ", ".join(f"{count:,} × {what}" for what, count in sorted(seen.items()))
     print(
-        f"\nfigure: {NUMBER:,} damaged requests: {told}; /livez blocked for "
+        f"\nfigure: {NUMBER:,} damaged requests: {reported}; /livez blocked for "
         f"{watch.blocked_s * 1000:.0f} ms at most, {watch.grown_mb:+.0f} MB"
     )
     assert "Traceback" not in log, log[-2000:]

@@ -75,9 +75,9 @@ def until_ready(server: Served, process: subprocess.Popen[bytes]) -> None:
 
 
 def test_the_demo_is_served_by_kernels_that_came_along(served: Served) -> None:
-    told = served.log.read_text()
-    assert "compiled CPU kernels: " in told and "plain torch" not in told, told
-    assert "compiling" not in told
+    output = served.log.read_text()
+    assert "compiled CPU kernels: " in output and "plain torch" not in output, output
+    assert "compiling" not in output
     assert not (served.home / ".cache" / "banyan" / "kernels").exists()
 
 

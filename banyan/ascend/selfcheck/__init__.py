@@ -6,9 +6,7 @@ import torch
 
 from banyan.ascend.driver import open_driver
 from banyan.ascend.ops.operators import Operators
-from banyan.ascend.selfcheck.attention_cases import attention_cases
-from banyan.ascend.selfcheck.case import Case, try_out
-from banyan.ascend.selfcheck.product_cases import product_cases
+from banyan.ascend.selfcheck.cases import Case, attention_cases, product_cases, try_out
 from banyan.base.errors import ConfigError
 
 USAGE = """banyan npu-selfcheck

@@ -7,13 +7,17 @@ wheel). Nothing is downloaded.
 
 The cache key consists of sources, options and instruction set, so an unchanged library is built
 once per user, in a separate process (`build_process`). A wheel may contain libraries under the same
-keys (`prebuild`). Libraries of other sources or options have other keys and are not used.
+keys. Libraries of other sources or options have other keys and are not used.
+
+    python -m banyan.ops.cpu.build           builds the library of this machine
+    python -m banyan.ops.cpu.build FOLDER    builds the libraries of a wheel; prints its tag
 """
 
 import hashlib
 import importlib.util
 import json
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -318,11 +322,54 @@ def _fingerprint(isa: str) -> str:
     return digest.hexdigest()[:16]
 
 
+_MANYLINUX_FROM = 5
+"""Oldest minor version of glibc 2 that installers know by name."""
+
+
+def isas_of(machine: str) -> tuple[str, ...]:
+    """The instruction sets with code for a kind of machine."""
+    return ISAS if machine in ("x86_64", "AMD64") else ISAS[:1]
+
+
+def prebuild(folder: Path, machine: str) -> str:
+    """Fill a folder with the libraries, built or cached; returns their platform tag.
+
+    There is one for each instruction set of this kind of machine. The machine need not have them,
+    because nothing is run.
+
+    Raises:
+        BuildError: no compiler can build them.
+    """
+    paths = []
+    for isa in isas_of(machine):
+        built = cached_library(isa=isa)
+        paths.append(folder / built.parent.name / built.name)
+        paths[-1].parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(built, paths[-1])
+    sizes = " + ".join(f"{path.stat().st_size / 2**20:.2f}" for path in paths)
+    _log.info("%d libraries, %s MiB", len(paths), sizes)
+    return platform_tag([path.read_bytes() for path in paths], machine)
+
+
+def platform_tag(libraries: list[bytes], machine: str) -> str:
+    """Tag of the oldest system whose glibc suffices for the libraries (PEP 600)."""
+    asked = [int(minor) for each in libraries for minor in re.findall(rb"GLIBC_2\.(\d+)", each)]
+    if not asked:
+        return f"linux_{machine}"  # another C library: only systems like this one
+    return f"manylinux_2_{max(asked + [_MANYLINUX_FROM])}_{machine}"
+
+
 if __name__ == "__main__":
     start_logging("build", "info")
     try:
-        _log.info("the CPU kernels are in %s", prebuilt_library(machine_isa()) or cached_library())
+        if sys.argv[1:]:
+            sys.stdout.write(prebuild(Path(sys.argv[1]), platform.machine()))
+        else:
+            path = prebuilt_library(machine_isa()) or cached_library()
+            _log.info("the CPU kernels are in %s", path)
     except BuildError as error:
+        if sys.argv[1:]:
+            raise SystemExit(f"no wheel with compiled kernels: {error}") from None
         _log.warning("plain torch will serve: %s", error)
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -11,7 +11,13 @@ from banyan.base.errors import RequestError
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OLLAMA_VERSION
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.ollama.schema import SAMPLING, ShowRequest, model_and_adapter_of, read, reporter
+from banyan.server.ollama.translate import (
+    SAMPLING,
+    ShowRequest,
+    model_and_adapter_of,
+    read,
+    reporter,
+)
 from banyan.server.openai.schema import SAMPLING as NATIVE
 from banyan.server.state import ServerState, Service
 

@@ -6,6 +6,8 @@ routes call it off the event loop (`HttpExchange.read`)."""
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from banyan.base.errors import RequestError
 from banyan.chat_template.template import ChatTemplate
 from banyan.media.preparation import Expanded
@@ -147,6 +149,9 @@ def _max_tokens(request: ChatRequest) -> int | None:
 
 def _top_logprobs(request: ChatRequest) -> int | None:
     top = request.top_logprobs
+    if request.n_probs and not request.logprobs:
+        request = msgspec.structs.replace(request, logprobs=True)
+        top = request.n_probs
     if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
         raise RequestError(
             f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {top}", param="top_logprobs"

@@ -6,6 +6,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import cast
 
+import msgspec
+
 from banyan.base.errors import RequestError
 from banyan.base.json_types import whole_number
 from banyan.base.thread_pool import THREAD_BYTES, off_loop
@@ -51,6 +53,8 @@ async def completions(exchange: HttpExchange, state: ServerState) -> None:
 
     def read(raw: Json) -> tuple[CompletionRequest, str, CompletionPlan]:
         request = read_fields(raw, CompletionRequest, context)
+        if request.logprobs is None and request.n_probs:
+            request = msgspec.structs.replace(request, logprobs=request.n_probs)
         try:
             count = _count(service, request.prompt)
             model, adapters = model_and_adapters(

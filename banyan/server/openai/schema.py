@@ -23,6 +23,7 @@ from banyan.requests.request_spec import (
     RequestSpec,
     build_specs,
 )
+from banyan.requests.sampling_params import BREAKERS, FILTERS
 from banyan.server.errors import Json
 
 Message = dict[str, object]
@@ -77,6 +78,8 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     stream_reasoning: bool | None = True
     logprobs: bool | None = False
     top_logprobs: int | None = None
+    n_probs: int | None = None
+    """logprobs and top_logprobs under llama-server's name."""
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, object] | None = None
     input_ids: list[int] | None = None
@@ -86,6 +89,8 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
     prompt: str | list[object]
     echo: bool | None = False
     logprobs: int | None = None
+    n_probs: int | None = None
+    """logprobs under llama-server's name."""
     best_of: int | None = None
     suffix: str | None = None
 
@@ -148,6 +153,7 @@ SAMPLING: Mapping[str, str] = {
     "logit_bias": "logit_bias",
     "custom_logit_processor": "custom_logit_processor",
     "custom_params": "custom_params",
+    **{name: name for name in (*FILTERS, BREAKERS)},
 }
 """Field of the OpenAI routes -> field of sampling_params."""
 

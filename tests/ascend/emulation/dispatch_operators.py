@@ -142,11 +142,11 @@ class Distributed:
         info = self._host(assist_info_for_combine)[::_INFO][: len(expand_x)].contiguous()
         pairs = self.exchanged(_COMBINE, ranks, info).flatten()
         local = moe_expert_num // ep_world_size
-        told = int(self._host(ep_send_counts)[local * ep_world_size - 1])
+        reported = int(self._host(ep_send_counts)[local * ep_world_size - 1])
         require(
-            told == int((info >= 0).sum()),
+            reported == int((info >= 0).sum()),
             _COMBINE,
-            f"ep_send_counts tell of {told} rows, assist_info_for_combine of "
+            f"ep_send_counts tell of {reported} rows, assist_info_for_combine of "
             f"{int((info >= 0).sum())}",
         )
         first = ep_rank_id * tokens * per_token

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from banyan.ascend.ops.operators import Operators
 from banyan.ascend.ops.product_contracts import A3
-from banyan.ascend.selfcheck.case import Case, Place
+from banyan.ascend.selfcheck.cases import Case, Place
 from banyan.ops.experts_api import Ranks
 from banyan.platform.expert_exchange import Dispatch
 

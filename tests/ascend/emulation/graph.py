@@ -1,9 +1,9 @@
 """Graphs of the emulated NPU: the operators that ran while one was captured, run again.
 
 Results go to the addresses that they had. Lengths that an operator takes from the host are part of
-the graph: who replays it tells the new ones first. A replay that nobody told them is refused, where
-a device would compute with old ones, and so is one that was told those of another step: the last
-key of each row must be one that this replay has written.
+the graph: they are updated before each replay. A replay without an update is refused, where a
+device would compute with old ones, and so is one with the lengths of another step: the last key of
+each row must be one that this replay has written.
 """
 
 import contextlib
@@ -73,10 +73,10 @@ class Graph:
         self._is_set = all(self._has_heard(call, given) for call in calls)
 
     def _has_heard(self, call: "Call", given: list[dict[str, list[int]]]) -> bool:
-        """Whether an operator's numbers of keys are among what was told."""
+        """Whether an operator's numbers of keys are among the given ones."""
         operator, _, named, _ = call
         keys = UPDATABLE[operator._schema.name][1]
-        return keys in named and all(keys in told for told in given)
+        return keys in named and all(keys in reported for reported in given)
 
     def replay(self) -> None:
         if not self._is_ready:

@@ -118,13 +118,15 @@ class Sparse:
         table: Tensor,
     ) -> Iterator[tuple[slice, Tensor]]:
         """The tokens of each row, and where its keys lie in all pages."""
-        told, start = self._host(ends).tolist(), 0
+        reported, start = self._host(ends).tolist(), 0
         require(
-            sorted(told) == told and told[-1] == tokens,
+            sorted(reported) == reported and reported[-1] == tokens,
             name,
-            f"actual_seq_lengths_query are sums, rising to {tokens}; they are {told}",
+            f"actual_seq_lengths_query are sums, rising to {tokens}; they are {reported}",
         )
-        for row, (end, length) in enumerate(zip(told, self._host(lengths).tolist(), strict=True)):
+        for row, (end, length) in enumerate(
+            zip(reported, self._host(lengths).tolist(), strict=True)
+        ):
             used = self._host(table)[row, : -(-length // size)].long()
             is_inside = int(used.min()) >= 0 and int(used.max()) < pages
             require(is_inside, name, f"the pages of row {row} must be 0 to {pages - 1}")

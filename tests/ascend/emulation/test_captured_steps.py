@@ -67,7 +67,7 @@ class Watch:
         shapes: rows and tokens of each of the steps; no rows where it is no graph's.
         at_work: tokens of a row, of the graph that is captured.
         refused: shapes of replays that were refused for their lengths.
-        wrong: the shape whose replays are told wrong ones.
+        wrong: the shape whose replays get wrong ones.
     """
 
     shapes: list[tuple[int, int]] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Watch:
         patch.setattr(Graph, "replay", replayed)
 
     def tell_wrong(self, patch: pytest.MonkeyPatch) -> None:
-        """To graphs that are told the lengths of their rows."""
+        """Passed to graphs that take the lengths of their rows."""
         replay = _LengthGraph.replay
 
         def late(graph: _LengthGraph, lengths: Sequence[int] = ()) -> None:

@@ -172,8 +172,8 @@ def test_a_documented_line_starts_a_server_that_answers(
         for room, body in enumerate(BODIES):
             asked = {"bootstrap_host": "127.0.0.1", "bootstrap_room": room, "stream": True, **body}
             with server.http.stream("POST", "/generate", json=asked, timeout=START_S) as answer:
-                told = next(line for line in answer.iter_lines() if line.startswith("data: "))
-            first = json.loads(told.removeprefix("data: "))
+                lines = next(line for line in answer.iter_lines() if line.startswith("data: "))
+            first = json.loads(lines.removeprefix("data: "))
             assert len(first["output_ids"]) == 1
             assert abs(best(first) - best(right[room])) < BFLOAT16
 

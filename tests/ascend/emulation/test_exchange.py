@@ -219,14 +219,14 @@ def refuse(rank: int, size: int, address: str) -> list[str]:
         lambda: groups.exchange.all_reduce(x),
         lambda: operators.experts.dispatch(x[:, ::2], small, share, ranks, EXPERTS, limits),
     ]
-    told = []
+    reported = []
     for each in tries:
         try:
             each()
-            told.append("")
+            reported.append("")
         except ContractError as error:
-            told.append(str(error))
-    return told
+            reported.append(str(error))
+    return reported
 
 
 def test_what_an_exchange_does_not_take_is_refused(npu: EmulatedNpu, tmp_path) -> None:
@@ -239,9 +239,9 @@ def test_what_an_exchange_does_not_take_is_refused(npu: EmulatedNpu, tmp_path) -
         "nothing else may use it",
         "x must be contiguous",
     ]
-    for told in together(2, tmp_path, refuse):
-        assert isinstance(told, list), told
-        for said, pattern in zip(told, wanted, strict=True):
+    for reported in together(2, tmp_path, refuse):
+        assert isinstance(reported, list), reported
+        for said, pattern in zip(reported, wanted, strict=True):
             assert re.search(pattern, said), (said, pattern)
 
 

@@ -17,8 +17,8 @@ from banyan.ascend.ops.products import (
     product_of,
 )
 from banyan.ascend.ops.toolkit import NpuToolkit
-from banyan.ascend.selfcheck.product_cases import four_bit_rows as rows
-from banyan.ascend.selfcheck.product_cases import four_bit_weight as weight
+from banyan.ascend.selfcheck.cases import four_bit_rows as rows
+from banyan.ascend.selfcheck.cases import four_bit_weight as weight
 from banyan.ops.activation_quant import FOUR_BITS, FourBits
 from banyan.ops.stored import StoredWeight
 from tests.ascend.emulation.test_quantised import BARE, scores

@@ -12,7 +12,7 @@ from banyan.ascend.ops import latent_attention
 from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.operators import AttentionOperators, Operators
 from banyan.ascend.ops.toolkit import NpuToolkit
-from banyan.ascend.selfcheck.attention_cases import as_fractal
+from banyan.ascend.selfcheck.cases import as_fractal
 from banyan.ops.bind import bind
 from tests.ascend.emulation.test_prologue import MLAPO, WIDE, answers
 from tests.models.families import tiny
@@ -22,7 +22,7 @@ FRACTAL = "SGLANG_USE_FIA_NZ"
 HALF = torch.bfloat16
 
 
-def told(found: list[dict]) -> list[tuple]:
+def outputs_of(found: list[dict]) -> list[tuple]:
     return [(f["output_ids"], f["meta_info"]["output_token_logprobs"]) for f in found]
 
 
@@ -59,7 +59,7 @@ def test_fractal_pages_hold_the_same(npu, tmp_path, monkeypatch, read, variant, 
     read.clear()
     monkeypatch.setenv(FRACTAL, "1")
     monkeypatch.delattr("banyan.ascend.ops.operators.Operators.scatter")
-    assert told(answers(tmp_path)) == told(plain)
+    assert outputs_of(answers(tmp_path)) == outputs_of(plain)
     assert read == {(1, 32, 128, 16)}
 
 
@@ -82,7 +82,7 @@ def test_they_come_back_from_memory_of_the_host(npu, tmp_path, monkeypatch) -> N
             ask(other)
         again = ask(prompt)
     assert again["meta_info"]["cached_tokens_details"]["host"] > 0
-    assert told([again]) == told([first])
+    assert outputs_of([again]) == outputs_of([first])
 
 
 @pytest.fixture(scope="module")

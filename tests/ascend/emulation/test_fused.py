@@ -136,14 +136,14 @@ def refuse(rank: int, size: int, address: str) -> list[str]:
         lambda: buffer.fused_deep_moe(x, ids, share, *first, *second, 4, EXPERTS, quant_mode=0),
         lambda: call(x.t().contiguous().t(), ids, share, first, second, ranks, EXPERTS),
     ]
-    told = []
+    reported = []
     for each in tries:
         try:
             each()
-            told.append("")
+            reported.append("")
         except ContractError as error:
-            told.append(str(error))
-    return told
+            reported.append(str(error))
+    return reported
 
 
 @ON_A3
@@ -158,9 +158,9 @@ def test_what_the_operators_do_not_take_is_refused(npu: EmulatedNpu, tmp_path) -
         "quant_mode is 1, not 0",
         "x must be contiguous",
     ]
-    for told in together(2, tmp_path, refuse):
-        assert isinstance(told, list), told
-        for said, pattern in zip(told, wanted, strict=True):
+    for reported in together(2, tmp_path, refuse):
+        assert isinstance(reported, list), reported
+        for said, pattern in zip(reported, wanted, strict=True):
             assert re.search(pattern, said), (said, pattern)
 
 

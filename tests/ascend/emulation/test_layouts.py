@@ -126,8 +126,8 @@ class Ranks(Driver):
             plan = msgspec.structs.replace(plan, contents=[given], pieces=[Piece(1, 0, 1)])
         builder = StepPlanBuilder(plan.step, [], 0)
         builder.rows = plan.rows
-        told = torch.tensor([msgspec.structs.astuple(builder.load)], dtype=torch.float32)
-        heard = self.talk.all_gather(told, 6).view(2, 3).int().tolist()
+        reported = torch.tensor([msgspec.structs.astuple(builder.load)], dtype=torch.float32)
+        heard = self.talk.all_gather(reported, 6).view(2, 3).int().tolist()
         peers = [StepLoad(*one) for one in heard] if any(one[0] for one in heard) else []
         return msgspec.structs.replace(plan, replica_loads=peers)
 
@@ -218,14 +218,14 @@ def answer(rank: int, size: int, address: str, folder: Path, name: str) -> list[
         before = npu.counters()
         driver.go_on(asked)
         after = npu.counters()
-        told = {
+        reported = {
             "how": runner.forward.how,
             "replayed": replayed.copy(),
             "counted": {key: (after[key] - before[key]) / (TOKENS - 1) for key in before},
             "output": [request.output for request in asked],
             "odd": [] if driver.talk is None else odd(driver, rank),
         }
-        found.append(told)
+        found.append(reported)
     return found
 
 

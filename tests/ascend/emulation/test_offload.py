@@ -159,17 +159,17 @@ PLANTED = {
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wait_that_is_missing_is_found(npu: EmulatedNpu, monkeypatch, races, fault: str) -> None:
-    where, name, planted, told = PLANTED[fault]
+    where, name, planted, reported = PLANTED[fault]
     with monkeypatch.context() as patch:
         patch.setattr(where, name, planted)
         Scene(npu, monkeypatch).run()
-    assert any(told in race for race in races())
+    assert any(reported in race for race in races())
 
 
 def test_buffers_that_save_nothing_are_refused(npu: EmulatedNpu, model: Path) -> None:
-    told = "1 of this rank's 6 layers would lie in memory of the host.*nothing is saved"
+    reported = "1 of this rank's 6 layers would lie in memory of the host.*nothing is saved"
     flags = {"offload_group_size": LAYERS, "disable_cuda_graph": True}
-    with pytest.raises(BanyanError, match=told), start(model, **IN_PROCESS | flags):
+    with pytest.raises(BanyanError, match=reported), start(model, **IN_PROCESS | flags):
         pass
 
 
@@ -185,9 +185,9 @@ def test_two_ways_to_say_which_layers_are_refused(model: Path) -> None:
 
 
 def test_what_is_not_streamed_is_refused(npu: EmulatedNpu, model: Path) -> None:
-    told = "layers of Qwen3ForCausalLM cannot be offloaded, only of decoders"
+    reported = "layers of Qwen3ForCausalLM cannot be offloaded, only of decoders"
     flags = {"model_impl": "transformers", "disable_cuda_graph": True}
-    with pytest.raises(BanyanError, match=told), start(model, **IN_PROCESS | flags | HALF):
+    with pytest.raises(BanyanError, match=reported), start(model, **IN_PROCESS | flags | HALF):
         pass
 
 

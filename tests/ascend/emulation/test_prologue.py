@@ -15,7 +15,7 @@ from banyan.ascend.ops.contracts import ContractError
 from banyan.ascend.ops.latent_contracts import WHOLLY
 from banyan.ascend.ops.operators import LatentOperators, Operators
 from banyan.ascend.ops.prologue import Prologue, open_prologue
-from banyan.ascend.selfcheck.attention_cases import empty_pages, inputs
+from banyan.ascend.selfcheck.cases import empty_pages, inputs
 from banyan.ops.activation_quant import Rounding
 from banyan.ops.api import KEYS, LATENT, QUERY, SQUEEZE, PrologueShape
 from banyan.ops.stored import StoredWeight

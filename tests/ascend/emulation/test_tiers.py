@@ -65,7 +65,7 @@ def ask(engine: Engine, prompt: list[int], **fields: object) -> dict:
     return engine.generate(input_ids=prompt, sampling_params=params, **asked)
 
 
-def told(found: dict) -> tuple:
+def output_of(found: dict) -> tuple:
     return found["output_ids"], found["meta_info"]["output_token_logprobs"]
 
 
@@ -88,7 +88,7 @@ def test_pages_come_back_bit_for_bit(model: Path, tiers: list[HostTier], copies:
         back = ask(engine, PROMPT)
     assert details(here) == {"device": KEPT, "host": 0, "storage": 0, "storage_backend": "host"}
     assert details(back) == {"device": 0, "host": KEPT, "storage": 0, "storage_backend": "host"}
-    assert told(back) == told(here)
+    assert output_of(back) == output_of(here)
 
 
 def test_the_ratio_and_the_size_say_how_much_is_kept(model: Path, tiers: list[HostTier]) -> None:
@@ -149,7 +149,7 @@ def test_a_store_behind_the_host_outlives_the_process(
             wait_until(lambda: len(kept(tiers[-1])) >= KEPT // PAGE, WAIT_S, "pages")
             here = ask(engine, PROMPT)
         assert details(found)["storage"] == KEPT * life
-    assert told(found) == told(here)
+    assert output_of(found) == output_of(here)
 
 
 LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
@@ -192,7 +192,7 @@ def test_pages_of_several_ranks_come_back_bit_for_bit(
         back = ask(engine, prompts[0], **replica)
     assert details(here)["device"] == KEPT
     assert details(back) == {"device": 0, "host": KEPT, "storage": 0, "storage_backend": "host"}
-    assert told(back) == told(here)
+    assert output_of(back) == output_of(here)
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ def test_a_warning_is_logged_once_and_the_start_goes_on(model, caplog) -> None:
     config = parse([model, "--device", "npu"], Environment())
     with caplog.at_level(logging.WARNING):
         prepare(config, read_environment(NPU | {"STREAMS_PER_DEVICE": "16"}))
-    told = [r.getMessage() for r in caplog.records if "STREAMS_PER_DEVICE" in r.getMessage()]
-    assert len(told) == 1 and "[12a" in told[0]
+    lines = [r.getMessage() for r in caplog.records if "STREAMS_PER_DEVICE" in r.getMessage()]
+    assert len(lines) == 1 and "[12a" in lines[0]
 
 
 def test_variables_of_the_devices_libraries_have_no_effect_elsewhere_only(model) -> None:

@@ -61,10 +61,10 @@ CPU = torch.device("cpu")
 def opened(folder: Path) -> Any:
     """What transformers makes of it, with nothing missing and nothing left over."""
     loader: Any = transformers.AutoModelForCausalLM
-    model, told = loader.from_pretrained(
+    model, reported = loader.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
-    assert not told["missing_keys"] and not told["unexpected_keys"], told
+    assert not reported["missing_keys"] and not reported["unexpected_keys"], reported
     model.config._experts_implementation = "eager"
     return model
 
@@ -304,10 +304,10 @@ def test_every_architecture_is_written_or_refused_by_name():
             assert name in str(error) and form.architecture in str(error)
             refused.add(name)
     page = (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
-    told = (
+    reported = (
         page.partition("These architectures are refused: ")[2].partition(".")[0].replace("\n", " ")
     )
-    assert refused == {name.strip("` ") for name in told.split(",")}
+    assert refused == {name.strip("` ") for name in reported.split(",")}
 
 
 def test_layers_with_states_are_refused_before_anything_is_written(tmp_path):

@@ -35,12 +35,12 @@ def one_thread() -> Iterator[None]:
 
 
 class Gardener:
-    """Drafts trees around what it is told to be right; most of them branch, and lie in no order."""
+    """Drafts trees around the given right tokens; most of them branch, and lie in no order."""
 
     def __init__(self, right: dict[int, list[int]], seed: int) -> None:
         self.right, self.random = right, Random(seed)
         self.known: dict[int, list[int]] = {}
-        self.told: dict[int, Tree] = {}
+        self.grown: dict[int, Tree] = {}
 
     def join(self, slot, tokens, namespace):
         self.known[slot] = tokens
@@ -56,8 +56,8 @@ class Gardener:
 
     def propose(self, rows, counts):
         for row, count in zip(rows, counts, strict=True):
-            self.told[row.slot] = self.tree(row.slot, count)
-        return [self.told[row.slot] for row in rows]
+            self.grown[row.slot] = self.tree(row.slot, count)
+        return [self.grown[row.slot] for row in rows]
 
     def tree(self, slot: int, count: int) -> Tree:
         """The right tokens somewhere in it, up to a random depth."""
@@ -143,7 +143,7 @@ def drafted(world, sampling: list[SamplingParams], seed: int = 0, masks=None, **
     while running := [r for r in asked if len(r.output) < NEW]:
         rows, foreseen = [], []
         for r in running:
-            tree = gardener.told.get(r.slot, Tree([], []))
+            tree = gardener.grown.get(r.slot, Tree([], []))
             drafts = len(tree.tokens)
             start = r.known - 1 if r.output else 0
             want = SAMPLE | (SCORE if r.score_from >= 0 else 0)

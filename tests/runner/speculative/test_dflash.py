@@ -104,8 +104,8 @@ def test_requests_next_to_each_other_are_drafted_for_as_alone(pair):
         ]
         result = runner.launch(driver.plan(rows=rows, **parts)).result()
         parts = {}
-        told = zip(requests, asked, result.tokens, result.drafts, strict=True)
-        for each, many, tokens, guessed in told:
+        reported = zip(requests, asked, result.tokens, result.drafts, strict=True)
+        for each, many, tokens, guessed in reported:
             each.output += np.frombuffer(tokens, np.int32).tolist()
             each.done = each.known - 1
             assert guessed == ids(plain.drafts([*each.prompt, *each.output], many))

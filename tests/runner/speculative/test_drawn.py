@@ -116,11 +116,11 @@ def drawn(
     entered = [driver.enter(request) for request in requests]
     grants = [each for _, grant in entered for each in driver.of_every_group(grant)]
     parts = {"joins": [join for join, _ in entered], "grants": grants}
-    told = {each.slot: 0 for each in requests}
+    reported = {each.slot: 0 for each in requests}
     while short := [each for each in requests if len(each.output) < LENGTH]:
         rows = []
         for each in short:
-            many = told[each.slot] if each.output else 0
+            many = reported[each.slot] if each.output else 0
             count = each.known - each.done + many
             rows.append(Row(each.slot, each.done, count, many, want=SAMPLE, propose=DRAFTS))
         result = runner.launch(driver.plan(rows=rows, **parts)).result()
@@ -128,7 +128,7 @@ def drawn(
         for each, tokens, drafts in zip(short, result.tokens, result.drafts, strict=True):
             stood.append(len(tokens) // 4 - 1)
             each.output += np.frombuffer(tokens, np.int32).tolist()
-            each.done, told[each.slot], parts = each.known - 1, len(drafts) // 4, {}
+            each.done, reported[each.slot], parts = each.known - 1, len(drafts) // 4, {}
     runner.launch(driver.plan(leaves=[each.slot for each in requests])).result()
     return [tuple(each.output[:LENGTH]) for each in requests]
 

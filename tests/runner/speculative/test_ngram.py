@@ -174,7 +174,7 @@ def test_what_is_flushed_is_not_drafted_again():
     drafter.leave(1)
     drafter.join(2, [7, 1, 2, 3], b"")
     assert drafter.guess(2, 2) == [4, 5]
-    drafter.flush()  # the engine has not told the slot to leave yet
+    drafter.flush()  # the slot has not left yet
     assert drafter.num_tokens == 0 and not drafter._heads
     drafter.leave(2)
     drafter.join(2, [7, 1, 2, 3], b"")

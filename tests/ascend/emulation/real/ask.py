@@ -30,13 +30,13 @@ def main() -> None:
 
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith(("npu::", "atb::"))]
     absent = [name for name in called() if not any(_has(name, key) for key in _FOR_META)]
-    told = {
+    reported = {
         "absent": absent,
         "schemas": sorted({str(schema) for schema in schemas}),
         "results": results(lambda tensor: tensor.to("meta"), absent),
         "exchanges": results(lambda tensor: tensor.to("meta"), absent, exchange_cases),
     }
-    sys.stdout.write("\n" + json.dumps(told))
+    sys.stdout.write("\n" + json.dumps(reported))
 
 
 if __name__ == "__main__":

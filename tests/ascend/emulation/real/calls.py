@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from banyan.ascend.ops.operators import Operators
 from banyan.ascend.selfcheck import cases
-from banyan.ascend.selfcheck.case import Case
+from banyan.ascend.selfcheck.cases import Case
 from tests.ascend.emulation.exchange_cases import exchange_cases
 
 Results = dict[str, list[list[str]]]
@@ -36,8 +36,8 @@ class _Listening(TorchDispatchMode):
         if func.namespace == "npu":
             each = result if isinstance(result, (tuple, list)) else [result]
             each = [] if result is None else each
-            told = [f"{list(x.shape)} {x.dtype}" for x in each]
-            self.heard.append([func._schema.name, *told])
+            reported = [f"{list(x.shape)} {x.dtype}" for x in each]
+            self.heard.append([func._schema.name, *reported])
         return result
 
 

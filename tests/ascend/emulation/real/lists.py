@@ -92,11 +92,11 @@ def main() -> None:
     for word in sys.argv[1:]:
         packages = Path(word)
         version, loads = version_of(packages), can_load(packages)
-        told = ask(packages, is_apart=not loads)
-        lines = told["schemas"] if loads else declared(packages)
+        reported = ask(packages, is_apart=not loads)
+        lines = reported["schemas"] if loads else declared(packages)
         how = "it registers them" if loads else "its package declares them"
         head = f"# torch_npu {version}, as {how}"
-        absent = f"{_ABSENT} {' '.join(told['absent'])}".strip()
+        absent = f"{_ABSENT} {' '.join(reported['absent'])}".strip()
         text = "\n".join([head, absent, *lines])
         (LISTS / f"{version}.txt").write_text(text + "\n", encoding="utf-8")
 

@@ -44,10 +44,10 @@ def build(package: Path, out: Path) -> None:
 
 
 def _missing(library: Path) -> set[str]:
-    told = subprocess.run(
+    output = subprocess.run(
         ["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True
     )
-    names = (line.split()[-1].split("@")[0] for line in told.stdout.splitlines() if line.strip())
+    names = (line.split()[-1].split("@")[0] for line in output.stdout.splitlines() if line.strip())
     return {name for name in names if _OF_CANN.fullmatch(name)}
 
 

@@ -38,7 +38,7 @@ def packages(request) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(packages) -> dict:
+def release(packages) -> dict:
     return ask(packages, is_apart=not can_load(packages))
 
 
@@ -59,25 +59,25 @@ def test_the_package_declares_what_the_list_says(packages) -> None:
         compare(version_of(packages), declared(packages))
 
 
-def test_the_release_registers_what_the_list_says(packages, told) -> None:
-    compare(version_of(packages), told["schemas"])
+def test_the_release_registers_what_the_list_says(packages, release) -> None:
+    compare(version_of(packages), release["schemas"])
 
 
-def test_meta_kernels_say_alone_what_they_say_in_their_package(packages, told) -> None:
+def test_meta_kernels_say_alone_what_they_say_in_their_package(packages, release) -> None:
     if not can_load(packages):
         pytest.skip(f"the torch for torch_npu {version_of(packages)} is not here (a CPU build)")
     alone = ask(packages, is_apart=True)
     for part in ("absent", "results", "exchanges"):
-        assert alone[part] == told[part]
+        assert alone[part] == release[part]
 
 
-def test_every_call_gives_what_the_real_meta_kernels_say(packages, told, npu) -> None:
+def test_every_call_gives_what_the_real_meta_kernels_say(packages, release, npu) -> None:
     """Those that it has none for are named in its list, and only those are left out."""
-    absent = told["absent"]
+    absent = release["absent"]
     assert absent == without_meta(version_of(packages))
     torch.get_device_module("npu").config.allow_internal_format = True
     here = results(lambda tensor: tensor.to(torch.device("npu")), absent)
-    assert here == told["results"]
+    assert here == release["results"]
     assert sum(map(len, here.values())) > 20
 
 
@@ -93,6 +93,6 @@ def exchanged(rank: int, size: int, address: str) -> dict:
     return results(lambda tensor: tensor.to(torch.device("npu", rank)), known=known)
 
 
-def test_every_exchange_gives_what_the_real_meta_kernels_say(told, npu, tmp_path) -> None:
+def test_every_exchange_gives_what_the_real_meta_kernels_say(release, npu, tmp_path) -> None:
     here = together(2, tmp_path, exchanged)[0]
-    assert here == told["exchanges"]
+    assert here == release["exchanges"]
