@@ -139,7 +139,7 @@ class CacheConfig:
     state_dtype: str = "float32"
     """Type of state matrices between steps."""
     state_strategy: str = "auto"
-    """"no_buffer" = no states beyond those of running requests; "auto" = some for checkpoints."""
+    """"no_buffer" = a state for each running request; "auto" = more of them, for checkpoints."""
     hierarchical: bool = False
     """Keep evicted pages in host memory or storage."""
     store: str = ""

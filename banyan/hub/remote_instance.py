@@ -8,7 +8,7 @@ files, and no connection without it gets a byte.
     nccl              the new server names ports; the seed listens there until it has sent once
     transfer_engine   the seed listens on a port of its own, from its start on
 
-The files lie in memory (/dev/shm) where there is room, and go with the process.
+The files lie in memory (/dev/shm) where there is room, and are removed when the process ends.
 """
 
 import atexit
@@ -245,7 +245,7 @@ def _pieces(sizes: Sequence[int], part: int, parts: int) -> Iterator[tuple[int, 
 
 
 def with_weights_of_seed(config: Config, model_config: ModelConfig) -> tuple[Config, ModelConfig]:
-    """Both, with the weights of a running server in a folder that goes with this process; as they
+    """Both, with the weights of a running server in a folder of this process; as they
     are without --load-format remote_instance.
 
     Raises:
@@ -303,7 +303,11 @@ def _fetch(model: LoadConfig, key: str, source: Path) -> str:
             ) from None
     log.info(
         "weights_bytes=%d files=%d connections=%d came from %s, weight version %s",
-        *(total, len(paths), len(ports), where, printable(reply.weight_version, 80)),
+        total,
+        len(paths),
+        len(ports),
+        where,
+        printable(reply.weight_version, 80),
     )
     return str(folder)
 
@@ -382,7 +386,7 @@ def _check_files(reply: SeedReply, where: str) -> None:
 
 
 def _new_folder(wanted: str, size_bytes: int) -> Path:
-    """A folder that goes with this process: in memory if there is room, else on disk."""
+    """A folder that is removed when this process ends: in memory if there is room, else on disk."""
     _remove_left_folders()
     has_room = os.path.isdir(_MEMORY) and shutil.disk_usage(_MEMORY).free > size_bytes
     place = wanted or (_MEMORY if has_room else tempfile.gettempdir())

@@ -158,7 +158,7 @@ FLAGS = (
     Flag(
         "mamba-scheduler-strategy",
         "cache.state_strategy",
-        "no_buffer = no states beyond those of running requests, so prefixes are shared while some "
+        "no_buffer = one state for each running request, so prefixes are shared while some "
         "are spare; auto, extra_buffer = more states for checkpoints",
         aliases=("mamba-radix-cache-strategy",),
         choices=("auto", "no_buffer", "extra_buffer"),

@@ -48,8 +48,8 @@ FLAGS = (
     Flag(
         "load-format",
         "model.load_format",
-        "format of the weights; dummy = random weights of the right shapes, remote_instance = "
-        "those of a running server (docs/weights.md)",
+        "format of the weights; dummy = random weights of the right shapes, remote_instance = the "
+        "weights of a running server (docs/weights.md)",
         choices=("auto", "safetensors", "gguf", "dummy", "remote_instance"),
         translate=(("layered", "auto"), ("pt", "auto")),
         elsewhere=(
@@ -178,7 +178,6 @@ FLAGS = (
         "model.seed_ports",
         "ports where it sends them, one connection each; with the backend nccl",
         kind=WORDS,
-        pattern=r"[\[\]\d, ]+",
         shown="N …",
         proof=_SEED_PROOF,
     ),
