@@ -18,6 +18,13 @@ from banyan.moe.rules import within_the_exchange
 log = logger(__name__)
 
 AUTO = "auto"
+_PROMPT_SHAPES = (
+    *range(16, 129, 16),
+    *range(160, 513, 32),
+    *range(576, 1025, 64),
+    *range(1280, 4097, 256),
+)
+"""Tokens of the steps with prompts that are captured: less than a quarter of one is padding."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Defaults:
         loaded_adapters: in memory at most; 0 = as many as run at once, where there is room for each
             from the start on.
         shapes: rows of the steps to capture, rising; () where steps are not captured by shape.
+        captures_prompts: steps with prompts can be captured too.
         is_sized: the sizes that are named bound which decode steps are recorded.
         burst: decode steps that one plan may hold.
     """
@@ -45,6 +53,7 @@ class Defaults:
     free_share: float
     loaded_adapters: int = MOST_LOADED
     shapes: tuple[int, ...] = ()
+    captures_prompts: bool = False
     is_sized: bool = False
     multi_step: int = 1
 
@@ -83,6 +92,8 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
             "--disable-cuda-graph-padding have no effect",
             defaults.device,
         )
+    can_capture = device.captures_prompts and defaults.captures_prompts
+    is_open["device.prompt_shapes"] = _prompt_shapes(config) if can_capture else ()
     for name, value in is_open.items():
         log.debug("set %s=%s because that suits %s", name.split(".")[1], value, defaults.device)
     origins = dict.fromkeys(is_open, f"device {defaults.device}")
@@ -114,6 +125,13 @@ def _check_dtype(dtype: str, defaults: Defaults) -> None:
             f"--dtype {dtype}: no kernel of {defaults.device} computes on such activations",
             hint=f"choose: {', '.join((AUTO, *defaults.dtypes))}",
         )
+
+
+def _prompt_shapes(config: Config) -> tuple[int, ...]:
+    """Tokens of the steps with prompts to capture, rising."""
+    device = config.device
+    named = device.prompt_shapes or _PROMPT_SHAPES
+    return tuple(sorted({tokens for tokens in named if tokens <= device.largest_prompt_shape}))
 
 
 def _shapes(config: Config, defaults: Defaults) -> tuple[int, ...]:

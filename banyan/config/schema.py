@@ -269,7 +269,9 @@ class ParallelConfig:
     port: int = 0
     """Port where the ranks of one machine meet; 0 = they meet at a file."""
     avoids_own_collectives: bool = False
-    """Ranks of a CPU exchange through gloo instead of shared memory."""
+    """Ranks exchange through gloo or NCCL alone instead of shared memory."""
+    checks_peers: bool = False
+    """Known sums show at the start whether GPUs reach each other's memory."""
     whole_experts: bool = False
     """--enable-ep-moe: `ep` becomes `tp` for models with experts."""
     load_balance: str = "round_robin"
@@ -355,6 +357,8 @@ class DeviceConfig:
     """Phase in which torch attends, for `config/rules/execution.py`: "prefill", "decode" or ""."""
     sampling: str = ""
     """"pytorch" = tokens are sampled by torch."""
+    fp8_backend: str = "auto"
+    """What multiplies 8-bit floats on CUDA: "triton", "cutlass" (torch) or "auto"."""
     exact_head: bool = False
     """Compute logits from fp32 activations."""
     is_deterministic: bool = False
@@ -371,6 +375,12 @@ class DeviceConfig:
     """Batch sizes of steps to capture; () = the device's own."""
     largest_shape: int = 0
     """Largest batch size to capture; 0 = the device's own."""
+    captures_prompts: bool = False
+    """Capture steps with prompts too."""
+    prompt_shapes: tuple[int, ...] = ()
+    """Tokens of the steps with prompts to capture; () = the device's own."""
+    largest_prompt_shape: int = 4096
+    """Most tokens of a step with prompts to capture."""
     is_unpadded: bool = False
     """Run decode steps eagerly unless a captured batch size matches exactly."""
     collects_in_capture: bool = False

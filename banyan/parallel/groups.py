@@ -308,6 +308,7 @@ class GroupsConfig:
         has_exchange: operators of the device exchange the rows of experts.
         interface: network interface that a rank listens on; "" = the one that reaches the others.
         uses_own_sums: sums over ranks are the library's own (--disable-custom-all-reduce).
+        checks_peers: known sums show whether devices really reach each other's memory.
     """
 
     rank: int
@@ -329,6 +330,7 @@ class GroupsConfig:
     has_exchange: bool = False
     interface: str = ""
     uses_own_sums: bool = False
+    checks_peers: bool = False
 
 
 def open_groups(config: GroupsConfig) -> Groups:
@@ -402,6 +404,7 @@ def _meet(
         is_exchange,
         config.interface,
         config.uses_own_sums,
+        config.checks_peers,
     )
     return Group(rank, size, open_collectives(rendezvous, config.libraries))
 

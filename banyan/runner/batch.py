@@ -118,6 +118,20 @@ class Batch:
             offsets=np.arange(rows + 1),
         )
 
+    def padded(self, tokens: int) -> "Batch":
+        """Append one row of padding of so many tokens."""
+        end = int(self.offsets[-1]) + tokens
+        return replace(
+            self,
+            rows=[*self.rows, Row(PADDING_SLOT, 0, tokens)],
+            indices=np.append(self.indices, 0),
+            slots=np.append(self.slots, PADDING_SLOT),
+            starts=np.append(self.starts, 0),
+            counts=np.append(self.counts, tokens),
+            ends=np.append(self.ends, tokens),
+            offsets=np.append(self.offsets, end),
+        )
+
     def outputs_at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Outputs whose tokens are written to these positions of these rows; all [n] int64."""
         drafts = np.array([row.drafts for row in self.rows], np.int64)

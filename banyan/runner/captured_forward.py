@@ -49,6 +49,7 @@ class CaptureSizes:
         shapes: rows of the graphs, ascending; with context parallelism rows of one share.
         is_unpadded: steps of other numbers of rows go to `eager` instead of being padded.
         verified: tokens of a row with all its drafts; 0 = rows have no drafts.
+        prompts: tokens of the steps with prompts to capture, ascending.
         collects: Python collects garbage meanwhile.
         is_profiled: log which operations the captures spend their time in.
     """
@@ -56,6 +57,7 @@ class CaptureSizes:
     shapes: tuple[int, ...]
     is_unpadded: bool = False
     verified: int = 0
+    prompts: tuple[int, ...] = ()
     collects: bool = False
     is_profiled: bool = False
 

@@ -10,7 +10,9 @@ from banyan.context_parallel.forward import (
 )
 from banyan.layers.build import Build
 from banyan.layers.latent_attention import index_shape
+from banyan.layers.recurrent import INPUTS, MATRIX
 from banyan.model_config.media import is_cross
+from banyan.model_config.model_config import STATE
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable
 from banyan.ops.bind import BoundOps
@@ -21,6 +23,7 @@ from banyan.runner.captured_forward import CapturedForward, CaptureSizes
 from banyan.runner.forward import EagerForward, Forward, ForwardContext
 from banyan.runner.inputs import StepSizes, StepTensors
 from banyan.runner.kvstore import KVStore
+from banyan.runner.prompt_graphs import PromptGraphs
 from banyan.runner.recorded_forward import RecordedForward
 from banyan.runner.runner_config import RunnerConfig
 from banyan.runner.slots import SlotTable
@@ -51,6 +54,7 @@ def open_forward(
 
 def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
     model, build, platform = context.model, context.build, context.platform
+    groups = build.groups
     context_parallel, every = build.groups.cp_batch, context.rows_of_all
     media = model.model_config.media
     carried = model.model_config.hidden_size if build.groups.stages.rank else config.carried
@@ -84,6 +88,7 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
         tokens, rows = batch.largest
         return tensors(tokens, max(max_rows, rows), max(outputs, len(batch.last)))
 
+    max_rows += bool(config.prompt_shapes)  # one more fills a step up
     # With DP attention, missing drafts are replaced by one row of padding.
     max_rows += bool(build.groups.dp_batch and config.draft_room)
     # A recording distinguishes its sizes by their values, so no two may be equal.
@@ -119,9 +124,14 @@ def _open(context: ForwardContext, config: RunnerConfig) -> Forward:
         shapes or (max_rows,),
         config.is_unpadded,
         config.verified,
+        config.prompt_shapes,
         config.collects_in_capture,
         config.profiles_capture,
     )
+    if config.prompt_shapes and (every or groups.stages.size > 1):
+        log.info("steps with prompts are not captured: ranks bring different numbers of tokens")
+    elif config.prompt_shapes:
+        eager.prompts = PromptGraphs(context, step, sizes)
     return CapturedForward(context, eager, step, sizes)
 
 
@@ -175,8 +185,11 @@ def _waiting_op(model: Model, build: Build, platform: Platform) -> str:
             return "attention over this model's cache waits for the device"
         if model_config.attention_cap:
             return "the reference attends, and it waits for the device"
-    if any(not {"k", "latent"} & set(cache.tensors) for cache in model.caches):
-        return "attention over this model's cache waits for the device"
+    states = [cache.tensors for cache in model.caches if cache.kind == STATE]
+    if INPUTS in set().union(*states):
+        attends.append("short_conv")
+    widths = {len(tensors[MATRIX].shape) for tensors in states if MATRIX in tensors}
+    attends += [op for op, width in (("scan", 3), ("selective_scan", 2)) if width in widths]
     needed = [*attends, *(["experts"] if model_config.experts is not None else [])]
     if build.places is not None:
         needed.append("combine_experts")

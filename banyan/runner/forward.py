@@ -144,6 +144,21 @@ class ForwardContext:
         return self.build.groups.stages
 
 
+class PromptSteps(Protocol):
+    """Runs steps with prompts as graphs (prompt_graphs.py).
+
+    Attributes:
+        step: the inputs of the steps that it runs.
+    """
+
+    step: StepTensors
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """Hidden states of a batch, in the first rows of the result; None = no graph fits, and
+        nothing was done."""
+        ...
+
+
 class EagerForward:
     """Calls the model in every step; works on every device and for every model.
 
@@ -160,6 +175,8 @@ class EagerForward:
     def __init__(
         self, context: ForwardContext, step: StepTensors, larger: Callable[[Batch], StepTensors]
     ) -> None:
+        self.prompts: PromptSteps | None = None
+        """Runs steps with prompts as graphs; None = they are launched op by op."""
         self.on_op_times: Callable[[list[OpTime]], None] | None = None
         self._stages = context.stages
         self._prunes = context.prunes_outputs
@@ -175,11 +192,14 @@ class EagerForward:
         self._aux_hidden: AuxHiddenStates | None = None
 
     def run(self, batch: Batch) -> None:
+        prunes = self._prunes and not batch.wanted & (HIDDEN | SCORE)
+        self._kept = batch.last if prunes else None
+        if self.prompts is not None and (found := self.prompts.run(batch)) is not None:
+            self._step, self._hidden, self._aux_hidden = self.prompts.step, found, None
+            return
         if not self._step.holds(batch):
             self._step = self._larger(batch)
         self._step.fill(batch)
-        prunes = self._prunes and not batch.wanted & (HIDDEN | SCORE)
-        self._kept = batch.last if prunes else None
         inputs = self._step.part(batch, self._attention, prunes)
         self._hidden, self._aux_hidden = self._model.forward(inputs), inputs.aux_hidden_states
 

@@ -274,6 +274,28 @@ class StepTensors:
             output_tokens=self._output_tokens_of(batch) if prunes else None,
         )
 
+    def sized(
+        self, tokens: int, rows: int, attention: AttentionBackend, prunes: bool
+    ) -> StepInputs:
+        """Inputs of a size, for a graph. prunes: as for `whole`."""
+        if self._adapters is not None and self._table.adapters is not None:
+            self._table.adapters.use(self._adapters)
+        views = tuple(
+            GroupView(pages[:rows], locations[:tokens])
+            for pages, locations in zip(self.page_tables, self.locations, strict=True)
+        )
+        lengths = (self.row_starts[: rows + 1], self.context_lengths[:rows])
+        geometry = StepGeometry(*lengths, views)
+        outputs = OutputTokens(self.chosen[:tokens]) if prunes else None
+        return StepInputs(
+            tokens=self.tokens[:tokens],
+            positions=self.positions[:tokens],
+            attention=attention.bind(geometry),
+            states=BoundStates(self._store, geometry),
+            shifts=None if self.shifts is None else self.shifts[:tokens],
+            output_tokens=outputs,
+        )
+
     def _feature_rows_of(self, tokens: int) -> FeatureRows | None:
         given = self.feature_rows
         if given is None or not self._has_features:

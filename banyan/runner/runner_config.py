@@ -18,6 +18,7 @@ class RunnerConfig:
         groups: cache groups, in the order of the plans' group numbers.
         max_tokens: tokens of the largest step that is recorded; 0 = record nothing.
         shapes: rows of the decode steps to capture as graphs.
+        prompt_shapes: tokens of the steps with prompts to capture as graphs.
         is_unpadded: steps of other numbers of rows run eagerly instead of padded.
         attention: name of the attention backend; "" = the model's default.
         draft_room: most drafts that one step verifies, in addition to the tokens of its rows.
@@ -41,6 +42,7 @@ class RunnerConfig:
     groups: tuple[GroupLayout, ...]
     max_tokens: int = 0
     shapes: tuple[int, ...] = ()
+    prompt_shapes: tuple[int, ...] = ()
     is_unpadded: bool = False
     attention: str = ""
     draft_room: int = 0

@@ -11,7 +11,7 @@ from banyan.config.schema import Config
 from tests.support.flags import config_of
 
 DEVICE = Defaults("abacus", ("float32", "bfloat16"), 32, 1024, 64, 0.5)
-SHAPED = replace(DEVICE, shapes=(1, 2, 4, 8, 16))
+SHAPED = replace(DEVICE, shapes=(1, 2, 4, 8, 16), captures_prompts=True)
 
 
 def test_what_was_left_open_is_taken_from_the_device_with_its_name_as_origin() -> None:
@@ -74,3 +74,16 @@ def test_a_number_type_without_kernels_is_refused_with_those_that_have_some(word
 def test_the_front_learns_what_the_engine_settled() -> None:
     config, origins = settle(Config(), SHAPED)
     assert with_settings(Config(), settings_of(config, origins)) == config
+
+
+def test_prompt_sizes_are_those_that_are_named_up_to_a_bound() -> None:
+    def shapes(*words: str, defaults: Defaults = SHAPED) -> tuple[int, ...]:
+        return settle(config_of(*words), defaults)[0].device.prompt_shapes
+
+    captures = "--enable-piecewise-cuda-graph"
+    assert shapes() == shapes("--piecewise-cuda-graph-tokens", "8") == ()
+    assert len(shapes(captures)) == 40
+    assert (shapes(captures)[0], shapes(captures)[-1]) == (16, 4096)
+    assert shapes(captures, "--piecewise-cuda-graph-max-tokens", "40") == (16, 32)
+    assert shapes(captures, "--piecewise-cuda-graph-tokens", "9", "5", "9") == (5, 9)
+    assert shapes(captures, defaults=DEVICE) == ()

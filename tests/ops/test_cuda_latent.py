@@ -119,3 +119,48 @@ def test_each_head_is_multiplied_with_its_own_matrix(dtype):
     exact = reference.pack_head_linear(weight, torch.float64, where, True)
     assert got.is_contiguous()
     close(got / 40**0.5, exact(x.double()) / 40**0.5, dtype)
+
+
+def index_inputs(tokens, heads, width, rope_dim, dtype, is_coarse):
+    """Coarse ones have exact scores, many of them equal."""
+    parts = [
+        random(tokens, heads, width, dtype=dtype, seed=1),
+        random(tokens, heads, rope_dim, dtype=dtype, seed=2),
+        random(tokens, heads, dtype=dtype, seed=3),
+    ]
+    return [part.round() for part in parts] if is_coarse else parts
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "first"), [(SHAPES[0], 0), (MIXED, 0), (LONG, 0), (LONG, 1)], ids=str
+)
+@pytest.mark.parametrize(("heads", "width", "rope_dim", "top"), [(3, 24, 8, 7), (20, 64, 64, 64)])
+def test_the_positions_with_the_best_scores_are_chosen(
+    rows, first, heads, width, rope_dim, top, dtype, monkeypatch
+):
+    """Scores of whole numbers, so that sums are exact; equal ones go by position."""
+    monkeypatch.setattr(triton_latent, "_TILE", 64)
+    monkeypatch.setattr(triton_latent, "_SCORES", 20 * COLUMNS * PAGE)  # 20 tokens at once
+    rows = [(max(context, first), count) for context, count in rows]
+    pages, where, tokens = world(rows, width, rope_dim, dtype, first)
+    pages = [part.round() for part in pages]
+    given = index_inputs(tokens, heads, width, rope_dim, dtype, True)
+
+    got = triton_latent.choose_positions.run(*given, *pages, *where, top, first)
+
+    double = [part.double() for part in (*given, *pages)]
+    assert torch.equal(got, reference.choose_positions(*double, *where, top, first))
+
+
+def test_what_is_chosen_is_near_the_best_where_sums_are_rounded():
+    pages, where, tokens = world(LONG, 64, 64, torch.float16)
+    given = index_inputs(tokens, 8, 64, 64, torch.float16, False)
+
+    got = triton_latent.choose_positions.run(*given, *pages, *where, 100)
+
+    double = [part.double() for part in (*given, *pages)]
+    want = reference.choose_positions(*double, *where, 100)
+    mine, theirs = reference.unpack_bits(got), reference.unpack_bits(want)
+    assert torch.equal(mine.sum(1), theirs.sum(1))
+    assert (mine != theirs).sum() <= 4

@@ -264,10 +264,18 @@ FLAGS = (
     Flag(
         "disable-custom-all-reduce",
         "parallel.avoids_own_collectives",
-        "ranks exchange numbers through gloo instead of shared memory (CPU; slower), or sum them "
-        "by the library's all-reduce (NPU; whose bits depend on the size of a step)",
+        "ranks exchange numbers through gloo (CPU) or NCCL (CUDA) instead of shared memory; "
+        "slower; on NPUs sums are HCCL's all-reduce, whose bits depend on the size of a step",
         kind=SWITCH,
         proof="tests/parallel/test_groups.py::test_our_own_collectives_can_be_left_out",
+    ),
+    Flag(
+        "enable-p2p-check",
+        "parallel.checks_peers",
+        "at the start, add known numbers over the memory that GPUs share, instead of trusting the "
+        "driver that they reach it",
+        kind=SWITCH,
+        proof="tests/parallel/test_groups.py::test_the_memory_of_peers_is_checked_where_it_is_asked",
     ),
     Flag(
         "dist-timeout",
@@ -316,6 +324,17 @@ FLAGS = (
         "device's kernel",
         choices=("pytorch", "ascend", "flashinfer", "intel_xpu"),
         proof="tests/system/test_flag_effects.py::test_torch_samples_when_it_is_named",
+    ),
+    Flag(
+        "fp8-gemm-backend",
+        "device.fp8_backend",
+        "products of fp8 weights and activations: triton, or cutlass = torch's; auto = the faster "
+        "one for each number of rows",
+        choices=(
+            *("auto", "triton", "cutlass", "deep_gemm", "flashinfer_trtllm", "aiter"),
+            *("flashinfer_cutlass", "flashinfer_deepgemm", "flashinfer_cutedsl"),
+        ),
+        proof="tests/ops/test_cuda_bind.py::test_the_named_backend_multiplies_8_bit_floats",
     ),
     Flag(
         "enable-double-sparsity",
@@ -425,6 +444,34 @@ FLAGS = (
         low=1,
         high=4096,
         proof="tests/system/test_flag_effects.py::test_decode_steps_of_the_named_sizes_are_replayed",
+    ),
+    Flag(
+        "enable-piecewise-cuda-graph",
+        "device.captures_prompts",
+        "capture steps with prompts as graphs too, by number of tokens (CUDA)",
+        kind=SWITCH,
+        proof="tests/runner/test_prompt_graphs.py::test_prompts_in_graphs_give_the_tokens_of_others",
+    ),
+    Flag(
+        "piecewise-cuda-graph-tokens",
+        "device.prompt_shapes",
+        "numbers of tokens of the steps that --enable-piecewise-cuda-graph captures; default: 40 "
+        "sizes from 16 to 4096",
+        kind=INTS,
+        aliases=("cuda-graph-bs-prefill",),
+        low=1,
+        high=1 << 20,
+        proof="tests/config/test_defaults.py::test_prompt_sizes_are_those_that_are_named_up_to_a_bound",
+    ),
+    Flag(
+        "piecewise-cuda-graph-max-tokens",
+        "device.largest_prompt_shape",
+        "most tokens of a step that --enable-piecewise-cuda-graph captures",
+        kind=INT,
+        aliases=("cuda-graph-max-bs-prefill",),
+        low=1,
+        high=1 << 20,
+        proof="tests/config/test_defaults.py::test_prompt_sizes_are_those_that_are_named_up_to_a_bound",
     ),
     Flag(
         "disable-cuda-graph-padding",

@@ -179,6 +179,11 @@ _RULES = (
         "no step is padded here; with --cuda-graph-bs only steps of these sizes are replayed",
     ),
     _Ignored(
+        "piecewise-cuda-graph-tokens piecewise-cuda-graph-max-tokens",
+        lambda c: not c.device.captures_prompts,
+        "steps with prompts are not captured without --enable-piecewise-cuda-graph",
+    ),
+    _Ignored(
         "offload-num-in-group",
         lambda c: c.device.offload_group < 1,
         "there are no groups without --offload-group-size",

@@ -32,6 +32,20 @@ def write_latents(
 
 
 @triton.jit
+def _owner_of(row_starts, rows, token):
+    """The row of a token."""
+    low: tl.int32 = 0
+    high: tl.int32 = rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(row_starts + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
 def _share_of(lowest, length, parts, LEAST: tl.constexpr):
     """Keys per part, a multiple of LEAST."""
     steps = tl.cdiv(length - lowest // LEAST * LEAST, LEAST)
@@ -138,15 +152,7 @@ def join_parts(
 ):  # fmt: skip
     """One token and head: the average of the parts' results, weighted by their sums."""
     token, head = tl.program_id(0), tl.program_id(1)
-    low: tl.int32 = 0
-    high: tl.int32 = rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(row_starts + middle) <= token:
-            low = middle
-        else:
-            high = middle
-    row = low
+    row = _owner_of(row_starts, rows, token)
     start = tl.load(row_starts + row)
     count = tl.load(row_starts + row + 1) - start
     first = (token - start) // PER_BLOCK * PER_BLOCK
@@ -173,3 +179,95 @@ def join_parts(
     result = result / tl.where(total > 0, total, 1.0)
     place = out + own * out_token + head * out_head + dims
     tl.store(place, result.to(out.dtype.element_ty), mask=dims < rank)
+
+
+@triton.jit
+def score_positions(
+    q, q_turned, weights, key_pages, turned_pages, page_tables, row_starts, context_lengths, scores,
+    first_token, first_position, rows, heads, width, rope_dim, top, parts,
+    q_token, q_head, turned_token, turned_head, weights_token, key_page, key_inside, turned_page,
+    turned_inside, table_row, scores_token,
+    PAGE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The indexer's score of every position up to a token's own: each `parts`-th block of keys.
+    Nothing is stored for tokens that read all of them. scores: [tokens of the launch, any] fp32."""
+    token, part = first_token + tl.program_id(0), tl.program_id(1)
+    row = _owner_of(row_starts, rows, token)
+    length = tl.load(context_lengths + row) + token - tl.load(row_starts + row) + 1
+    if length - first_position <= top:
+        return
+    own, head = token.to(tl.int64), tl.arange(0, HEADS)
+    dims, turns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
+    is_head, is_dim, is_turn = head < heads, dims < width, turns < rope_dim
+    query = _lines(q, own * q_token + head * q_head, is_head, dims, is_dim)
+    turned_at = own * turned_token + head * turned_head
+    turned = _lines(q_turned, turned_at, is_head, turns, is_turn)
+    weight = tl.load(weights + own * weights_token + head, mask=is_head, other=0.0).to(tl.float32)
+    tables = page_tables + row.to(tl.int64) * table_row
+    place = scores + tl.program_id(0).to(tl.int64) * scores_token
+    for here in range(part * KEYS, length, parts * KEYS):
+        key = here + tl.arange(0, KEYS)
+        is_key = (key >= first_position) & (key < length)
+        page = tl.load(tables + key // PAGE, mask=is_key, other=0).to(tl.int64)
+        inside = key % PAGE
+        k = _lines(key_pages, page * key_page + inside * key_inside, is_key, dims, is_dim)
+        turned_key_at = page * turned_page + inside * turned_inside
+        k_turned = _lines(turned_pages, turned_key_at, is_key, turns, is_turn)
+        score = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision=PRECISION)
+        score = tl.dot(turned, tl.trans(k_turned.to(query.dtype)), score, input_precision=PRECISION)
+        total = tl.sum(tl.maximum(score, 0.0) * weight[:, None], 0)
+        total = tl.where(total == 0, 0.0, total)  # zero has one sign
+        tl.store(place + key, tl.where(is_key, total, float("-inf")), mask=key < length)
+
+
+@triton.jit
+def _ranks_of(scores, key, length):
+    """Integers in the order of the scores; the lowest one after the last score."""
+    bits = tl.load(scores + key, mask=key < length, other=float("-inf")).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def choose_best(
+    scores, chosen, row_starts, context_lengths, first_token, first_position, rows, top,
+    scores_token, chosen_token, TILE: tl.constexpr,
+):  # fmt: skip
+    """The bits of the `top` best positions of a token, lower positions first among equals. The
+    lowest rank that is chosen is found by halving."""
+    token = first_token + tl.program_id(0)
+    row = _owner_of(row_starts, rows, token)
+    length = tl.load(context_lengths + row) + token - tl.load(row_starts + row) + 1
+    own = scores + tl.program_id(0).to(tl.int64) * scores_token
+    words = chosen + token.to(tl.int64) * chosen_token
+    at = tl.arange(0, TILE)
+    is_whole = length - first_position <= top
+    low = tl.full([], -2147483648, tl.int64)
+    high = tl.full([], 2147483648, tl.int64)
+    above: tl.int32 = 0  # positions whose rank is `high` or more
+    if not is_whole:
+        while high - low > 1:
+            middle = low + (high - low) // 2
+            count: tl.int32 = 0
+            for begin in range(0, length, TILE):
+                rank = _ranks_of(own, begin + at, length)
+                count += tl.sum((rank >= middle).to(tl.int32), 0)
+            is_enough = count >= top
+            low = tl.where(is_enough, middle, low)
+            high = tl.where(is_enough, high, middle)
+            above = tl.where(is_enough, above, count)
+    spare = top - above
+    one: tl.constexpr = TILE // 32
+    worth = tl.full([32], 1, tl.int32) << tl.arange(0, 32)
+    for begin in range(0, length, TILE):
+        key = begin + at
+        is_best = (key >= first_position) & (key < length)
+        if not is_whole:
+            rank = _ranks_of(own, key, length)
+            is_equal = (rank == low) & is_best
+            order = tl.cumsum(is_equal.to(tl.int32), 0)
+            is_best = is_best & ((rank > low) | (is_equal & (order <= spare)))
+            spare -= tl.sum(is_equal.to(tl.int32), 0)
+        bits = tl.reshape(is_best.to(tl.int32), [one, 32]) * worth[None, :]
+        word = begin // 32 + tl.arange(0, one)
+        tl.store(words + word, tl.sum(bits, 1), mask=word < tl.cdiv(length, 32))

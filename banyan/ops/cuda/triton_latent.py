@@ -16,6 +16,10 @@ _LEAST = 128
 _PROGRAMS = 264
 """Two per multiprocessor of an H100."""
 _MOST_PARTS = 64
+_SCORES = 1 << 26
+"""Scores of an indexer that exist at once."""
+_TILE = 2048
+"""Scores that a program chooses from at once."""
 
 
 def _declines(spec: OpSpec) -> str | None:
@@ -149,6 +153,80 @@ def _latent_attention(
     return out
 
 
+def _choose_positions(
+    q: Tensor,
+    q_turned: Tensor,
+    weights: Tensor,
+    key_pages: Tensor,
+    turned_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    top: int,
+    first: int = 0,
+) -> Tensor:
+    from banyan.ops.cuda.latent_kernels import choose_best, score_positions
+
+    (tokens, heads, width), rows = q.shape, len(context_lengths)
+    rope_dim, page_size = q_turned.shape[2], key_pages.shape[1]
+    most = page_tables.shape[1] * page_size
+    chosen = torch.zeros((tokens, -(-most // 32)), dtype=torch.int32, device=q.device)
+    if not tokens:
+        return chosen
+    assert q.stride(2) == q_turned.stride(2) == weights.stride(1) == 1
+    at_once = max(1, _SCORES // most)
+    scores = torch.empty((min(tokens, at_once), most), dtype=torch.float32, device=q.device)
+    where = (page_tables, row_starts, context_lengths)
+    for begin in range(0, tokens, at_once):
+        count = min(at_once, tokens - begin)
+        parts = max(1, min(-(-most // _LEAST), _PROGRAMS // count))
+        score_positions[(count, parts)](
+            q,
+            q_turned,
+            weights,
+            key_pages,
+            turned_pages,
+            *where,
+            scores,
+            begin,
+            first,
+            rows,
+            heads,
+            width,
+            rope_dim,
+            top,
+            parts,
+            *q.stride()[:2],
+            *q_turned.stride()[:2],
+            weights.stride(0),
+            *key_pages.stride()[:2],
+            *turned_pages.stride()[:2],
+            page_tables.stride(0),
+            scores.stride(0),
+            PAGE=page_size,
+            BLOCK_D=power_of_two(width, LEAST_BLOCK),
+            BLOCK_T=power_of_two(rope_dim, LEAST_BLOCK),
+            HEADS=power_of_two(heads, LEAST_BLOCK),
+            KEYS=_LEAST if q.dtype != torch.float32 else LEAST_BLOCK,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=4,
+        )
+        choose_best[(count,)](
+            scores,
+            chosen,
+            *where[1:],
+            begin,
+            first,
+            rows,
+            top,
+            scores.stride(0),
+            chosen.stride(0),
+            TILE=_TILE,
+            num_warps=4,
+        )
+    return chosen
+
+
 def _sizes(is_decode: bool, heads: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """(queries of a step, keys of a step, warps, load stages)."""
     if dtype == torch.float32:
@@ -171,3 +249,4 @@ def _parts(programs: int, most: int) -> int:
 
 write_latent = Kernel(supports=_declines, run=_write_latent)
 latent_attention = Kernel(supports=_declines, run=_latent_attention)
+choose_positions = Kernel(supports=_declines, run=_choose_positions)
