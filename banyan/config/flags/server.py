@@ -193,7 +193,7 @@ FLAGS = (
     Flag(
         "enable-streaming-session",
         "server.streaming_sessions",
-        "allow sessions with streaming true (POST /open_session): each turn goes on from the latest",
+        "allow streaming sessions (POST /open_session): each turn goes on from the latest one",
         kind=SWITCH,
         documented=False,
         proof="tests/server/test_sglang.py::test_a_streaming_session_needs_its_flag_and_only_appends",
