@@ -391,6 +391,22 @@ class Ops(
         """
         ...
 
+    def norm_rotary(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`rms_norm` of every head of q and k, then `rotary`, rounded as these two.
+
+        q_weight, k_weight: [head_dim] T; the rest as for `rotary`.
+        """
+        ...
+
     def silu_and_mul(self, gate_up: Tensor, limit: float = math.inf) -> Tensor:
         """silu(gate) · up, gate and up lying side by side.
 
@@ -642,6 +658,7 @@ OP_NAMES = (
     "add",
     "rotary_angles",
     "rotary",
+    "norm_rotary",
     "silu_and_mul",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
