@@ -205,3 +205,17 @@ def test_an_indexer_multiplies_on_tensor_cores():
     assert "wgmma" in made.asm["ptx"]
     tensors = {"scores": FLOAT, "chosen": INT, "row_starts": INT, "context_lengths": INT}
     compiled(latent_kernels.choose_best, tensors, {"TILE": 2048}, num_warps=4)
+
+
+@pytest.mark.parametrize("type", [HALF, FLOAT])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_sums_over_ranks(type, ranks):
+    sums = import_module("banyan.ops.cuda.all_reduce_kernels")
+    tensors = {"x": type, "buffers": LONG, "pads": LONG, "calls": LONG}
+    sizes = {"RANKS": ranks, "BLOCK_R": max(2, ranks), "BLOCK": 1024}
+    for kernel in (sums.reduce_at_once, sums.reduce_in_parts):
+        made = compiled(kernel, tensors, sizes, num_warps=4)
+        assert "atom.global.sys.release" in made.asm["ptx"], "the others see what was written"
+        assert "atom.global.sys.acquire" in made.asm["ptx"]
+    parts = {"parts": type, "out": type}
+    compiled(sums.add_parts, parts, {"RANKS": ranks, "BLOCK": 1024}, num_warps=4)
