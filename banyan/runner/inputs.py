@@ -248,7 +248,8 @@ class StepTensors:
                 self.page_tables, self.locations, self._groups, strict=True
             )
         )
-        has_paths = self.paths is not None and (batch.branches or not self._lengths_on_host)
+        # A host's kernels compute recorded steps too, which always have paths.
+        has_paths = batch.branches or self._platform.traits.is_host
         paths = self.paths[:tokens] if self.paths is not None and has_paths else None
         rollback_checkpoints = (
             None if self.rollback_checkpoints is None else self.rollback_checkpoints[:rows]
@@ -466,8 +467,13 @@ class StepTensors:
     def _place_branches(self, batch: Batch, slots: Tensor, longest: int) -> None:
         """As `place`, for a batch with draft trees. The host has verified the drafts before, so it
         knows positions and places."""
-        assert self.paths is not None and self._lengths_on_host
-        enter_paths(self.paths.numpy(), batch)
+        assert self.paths is not None
+        if self._lengths_on_host:
+            enter_paths(self.paths.numpy(), batch)
+        else:
+            paths = np.zeros((int(batch.offsets[-1]), self.paths.shape[1]), np.int32)
+            enter_paths(paths, batch)
+            self.paths[: len(paths)] = copy_to(paths, self._device)
         parts = (np.repeat(batch.slots, batch.counts), batch.places, batch.positions)
         slot_of, places, positions = copy_to(np.stack(parts), self._device)
         self.place(slot_of, places, slots, longest)
