@@ -1,5 +1,5 @@
-"""Attention along the paths of draft trees in Triton against the reference; `triton_device.py` tells
-where it runs."""
+"""Attention along the paths of draft trees in Triton against the reference; where it runs:
+`triton_device.py`."""
 
 import pytest
 import torch

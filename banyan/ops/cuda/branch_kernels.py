@@ -49,7 +49,8 @@ def attend_paths(
     scale, soft_cap, unit, rows, q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
     table_row, path_token, out_token, out_head, window,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one kv head of a token that has a path; other tokens are left alone.
     k_scales, v_scales: the pages as fp32, if they hold int8 and a scale after each head's."""

@@ -66,7 +66,8 @@ def attend_latents(
     table_row, chosen_token, out_token, out_head, out_part, sums_part, paths, path_token,
     HAS_PATHS: tl.constexpr, HAS_CHOSEN: tl.constexpr, IS_DIVIDED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
-    PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+    PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of a block of queries. out: [parts, tokens, heads, rank]; sums: [parts,
     tokens, heads] fp32, the logarithm of the part's sum of weights if there are several parts."""
