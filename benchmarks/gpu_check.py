@@ -48,7 +48,7 @@ def _tests(*names: str) -> str:
 
 
 CHECK, FAMILIES = "-m benchmarks.cuda_check", "-m benchmarks.cuda_families"
-SERVING = "-m benchmarks.cuda_serving"
+SERVING, ATTENTION = "-m benchmarks.cuda_serving", "-m benchmarks.cuda_attention"
 ON_CPU = "--device cpu --small"
 PARTS = {
     "kernels": Part(_tests("kernels", "adapters", "latent"), 120),
@@ -61,6 +61,9 @@ PARTS = {
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
     ),
+    "attention": Part(f"{ATTENTION} --parts check", 120, ON_CPU),
+    "attention speed": Part(f"{ATTENTION} --parts speed", 90, ON_CPU, is_timed=True),
+    "attention on hopper": Part(f"{ATTENTION} --parts hopper", 60, ON_CPU, is_timed=True),
     "graphs": Part("-m benchmarks.cuda_graphs", 120, ON_CPU, is_timed=True),
     "prompts": Part(f"{SERVING} --parts prompts", 90, ON_CPU, is_timed=True),
     "serving": Part(f"{SERVING} --parts serving", 120, ON_CPU, is_timed=True),

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.fakes import Site
+from banyan.messages.events import Reply
+from tests.server.fakes import Site, steps
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -75,3 +76,13 @@ def open_page(browser):
 def _check(asked: str, url: str, troubles: list[str]) -> None:
     if not asked.startswith(url.partition("#")[0]):
         troubles.append(f"asked outside: {asked}")
+
+
+@pytest.fixture
+def site(shared_console: Site) -> Site:
+    """The shared console, as it is without requests: every answer is "Hello"."""
+    shared_console.generator.script = lambda _: steps("Hel", "lo")
+    shared_console.generator.hold_after = None
+    shared_console.generator.asked.clear()
+    shared_console.client.reply = Reply(1, True, body=b"[]")
+    return shared_console

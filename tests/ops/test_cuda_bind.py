@@ -74,3 +74,13 @@ def test_experts_that_would_not_be_rounded_are_refused():
     check_the_rounding("q4_0", experts, here)
     check_the_rounding("q4_0", replace(MODEL_CONFIG, experts=None), elsewhere)
     check_the_rounding("", experts, elsewhere)
+
+
+@pytest.mark.parametrize(("head_dim", "kernel"), [(80, "triton_attention"), (6, "torch_attention")])
+def test_bytes_are_attended_where_their_scales_are_aligned(monkeypatch, head_dim, kernel):
+    monkeypatch.setattr(needs, "has_triton", lambda: True)
+    sizes = {"head_dim": head_dim, "cache_dtype": torch.int8, "page_size": 64}
+    device = torch.device("cuda")
+    found = bind.bind("cuda", device, torch.bfloat16, frozenset(), **sizes)
+    assert isinstance(found, bind.BoundOps)
+    assert served(found)["paged_attention"] == f"{kernel}:paged_attention"

@@ -54,8 +54,10 @@ def declines(spec: OpSpec) -> str | None:
 def declines_pages(spec: OpSpec) -> str | None:
     """Why kernels that read or write pages cannot run; None = they can."""
     reason = declines(spec)
-    if reason is None and spec.cache_dtype not in (*TYPES, *FLOAT8):
+    if reason is None and spec.cache_dtype not in (*TYPES, *FLOAT8, torch.int8):
         return f"cannot read pages of {spec.cache_dtype}"
+    if reason is None and spec.cache_dtype == torch.int8 and spec.head_dim % 4:
+        return f"a scale after {spec.head_dim} bytes is not aligned"
     if reason is None and spec.head_dim > 256:
         return f"heads of {spec.head_dim} dimensions, more than 256"
     return reason
