@@ -161,7 +161,11 @@ def _paged_attention(
         attend_one(call)
     else:
         attend_many(call, row_starts)
->>>>>>> main
+    if paths is not None:
+        from banyan.ops.cuda.branch_kernels import enter_branches
+
+        pages = (k_pages, v_pages)
+        enter_branches(out, q, pages, page_tables, row_starts, paths, numbers, window, sinks)
     return out
 
 

@@ -21,6 +21,7 @@ from banyan.models.eagle import EagleLM
 from banyan.models.weights.draft_models import load_eagle, load_mtp_layer, restrict_head
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
+from banyan.platform.base import Platform
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
@@ -62,6 +63,7 @@ def runner_of(
     tokens: tuple[int, ...] = (),
     tree: tuple[int, ...] = (),
     slots: int = 4,
+    platform: Platform | None = None,
 ) -> ModelRunner:
     """tree: tokens that follow one, and levels, of drafts that branch."""
     model_config = read_model_config(str(folder))
@@ -106,7 +108,7 @@ def runner_of(
         return HiddenDrafter(draft_runner, Grower(draft_runner, *tree) if tree else None)
 
     runner = ModelRunner(
-        *(model, build, sizes),
+        *(model, build, sizes, platform),
         open_drafter=open_drafter,
         draft=DraftModel(ahead, mine, ahead),
     )
