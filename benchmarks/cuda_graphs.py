@@ -10,6 +10,7 @@ weights, no network. With --device cpu --small it tries the script itself.
 import argparse
 import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,18 @@ from banyan.ops import reference
 from banyan.ops.state_api import StateRows
 from banyan.runner.captured_forward import CapturedForward
 from banyan.runner.forward import EagerForward
-from benchmarks.cuda_check import LARGE, TINY, random_engine, sampling, step_seconds
+from benchmarks.cuda_check import (
+    LARGE,
+    TINY,
+    prompts_of,
+    random_engine,
+    sampling,
+    started,
+    step_seconds,
+    tiny_llama,
+)
 
-PARTS = ("states", "indexer", "hybrid", "prompts")
+PARTS = ("states", "indexer", "memory", "hybrid", "prompts")
 HEADS, KEY_HEADS, WIDTH, TAPS = 32, 16, 128, 4
 """Of a linear attention layer of Qwen3-Next."""
 HYBRID = {
@@ -83,6 +93,8 @@ def main() -> int:
         _states(options)
     if "indexer" in options.parts:
         _indexer(options)
+    if "memory" in options.parts:
+        _memory(options.device)
     if "hybrid" in options.parts:
         _hybrid(options)
     if "prompts" in options.parts:
@@ -232,6 +244,28 @@ def _index_inputs(
     return [*queries, draw(tokens, heads), *pages, table.view(rows, columns), *lengths]
 
 
+def _memory(device: str) -> None:
+    """Answers are the same after weights, pages and graphs were released."""
+    flags = {"enable_memory_saver": True, "max_total_tokens": 4096}
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_llama().save_pretrained(folder)
+        with started(folder, device, enable_weights_cpu_backup=device != "cpu", **flags) as engine:
+            asked = {"input_ids": prompts_of([9, 70]), "sampling_params": sampling(24)}
+            first = [answer["output_ids"] for answer in engine.generate(**asked)]
+            for tags in (["weights"], ["kv_cache"], ["cuda_graph"], None):
+                before = 0 if device == "cpu" else torch.cuda.memory_reserved()
+                engine.release_memory_occupation(tags)
+                if device != "cpu":
+                    freed = (before - torch.cuda.memory_reserved()) / 1024
+                    figure(f"released, {', '.join(tags or ['all'])}", freed, "KiB")
+                    assert freed > 0, f"{tags}: nothing was released"
+                engine.resume_memory_occupation(tags)
+                assert engine.flush_cache()
+                again = [answer["output_ids"] for answer in engine.generate(**asked)]
+                assert again == first, f"{tags}: other answers after they came back"
+    print("memory: the same answers after each release")
+
+
 def _hybrid(options: argparse.Namespace) -> None:
     device, small = options.device, options.small
     shape = {**HYBRID, **(SMALL_HYBRID if small else {})}
@@ -267,7 +301,7 @@ def _prompts(options: argparse.Namespace) -> None:
     facts |= {"rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0}
     facts["torch_dtype"] = "float32" if device == "cpu" else "bfloat16"
     flags: dict[str, object] = {"cuda_graph_bs": [1, 64], "enable_piecewise_cuda_graph": True}
-    flags |= {"piecewise_cuda_graph_tokens": list(PROMPTS), "attention_backend": "auto"}
+    flags["piecewise_cuda_graph_tokens"] = list(PROMPTS)
     with random_engine(facts, device, [1, 64], **flags) as engine:
         print(engine.get_server_info()["facts"]["steps"])
         vocab = shape["vocab_size"]
