@@ -58,6 +58,7 @@ class CudaPlatform(Accelerator):
             verified=16,
             moves_pages=True,
             stacks_adapters=True,
+            rolls_back=True,
             releases_memory=True,
         )
         super().__init__(torch.cuda, traits, Graphs(torch.cuda.CUDAGraph, _Captured))

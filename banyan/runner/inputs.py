@@ -207,8 +207,13 @@ class StepTensors:
         ends.copy_(torch.from_numpy(values))
         self._sees_ahead = bool(found)
 
-    def carry(self, batch: Batch) -> None:
-        """Enter the extra inputs of a batch's tokens."""
+    def carry(self, batch: Batch, rows: int = 0) -> None:
+        """Enter the extra inputs of a batch's tokens. rows: of a graph that it is padded to."""
+        if self.rollback_checkpoints is not None and not self._platform.traits.is_host:
+            values = np.zeros((max(rows, len(batch.slots)), 2), np.int32)
+            first = self._store.first_rollback_checkpoint
+            values[: len(batch.slots)] = batch.rollback_checkpoints + (first, 0)
+            self.rollback_checkpoints[: len(values)] = copy_to(values, self._device)
         if batch.carried is not None and self.carried is not None:
             self.carried[: len(batch.carried)] = batch.carried
 
@@ -286,7 +291,9 @@ class StepTensors:
             for pages, locations in zip(self.page_tables, self.locations, strict=True)
         )
         lengths = (self.row_starts[: rows + 1], self.context_lengths[:rows])
-        geometry = StepGeometry(*lengths, views)
+        kept = self.rollback_checkpoints
+        kept = None if kept is None else kept[:rows]
+        geometry = StepGeometry(*lengths, views, rollback_checkpoints=kept)
         outputs = OutputTokens(self.chosen[:tokens]) if prunes else None
         return StepInputs(
             tokens=self.tokens[:tokens],

@@ -35,7 +35,7 @@ class Elsewhere(CpuPlatform):
 
     def __init__(self) -> None:
         super().__init__()
-        self.traits = replace(self.traits, is_host=False, programs=BY_SHAPE)
+        self.traits = replace(self.traits, is_host=False, programs=BY_SHAPE, rolls_back=True)
         self.replays = 0
 
     def capture(self, work: Callable[[], None]) -> "Elsewhere.Replay":

@@ -63,9 +63,11 @@ def _decay_gates(
     return step, kept
 
 
-def _where(rows: StateRows) -> tuple[Tensor, Tensor, Tensor]:
-    assert rows.rollback_checkpoints is None, "no kernel stores states for a rollback"
-    return rows.pages, rows.row_starts, rows.context_lengths
+def _where(rows: StateRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A kernel's pointers of rows; without checkpoints it does not read the last one."""
+    checkpoints = rows.rollback_checkpoints
+    lengths = (rows.row_starts, rows.context_lengths)
+    return rows.pages, *lengths, rows.pages if checkpoints is None else checkpoints
 
 
 def _short_conv(
@@ -86,7 +88,13 @@ def _short_conv(
     where, is_whole = _where(rows), tokens <= _FEW * count
     block = min(_CHANNELS, power_of_two(channels))
     parts = -(-channels // block)
-    sizes = {"TAPS": taps, "KEPT": power_of_two(taps), "CHANNELS": block}
+    has_checkpoints = rows.rollback_checkpoints is not None
+    sizes = {
+        "HAS_CHECKPOINTS": has_checkpoints,
+        "TAPS": taps,
+        "KEPT": power_of_two(taps),
+        "CHANNELS": block,
+    }
     strides = (*last_inputs.stride()[:2], rows.pages.stride(0))
     blocks = count if is_whole else tokens // _TOKENS + count
     convolve[(blocks, parts)](
@@ -156,6 +164,7 @@ def _scan(
         heads // key_heads,
         key_dim,
         value_dim,
+        HAS_CHECKPOINTS=rows.rollback_checkpoints is not None,
         HAS_DELTA=has_delta,
         HAS_SKIP=skip is not None,
         BY_KEY=kept.dim() == 3,
@@ -204,6 +213,7 @@ def _selective_scan(
         rows.pages.stride(0),
         key_dim,
         channels,
+        HAS_CHECKPOINTS=rows.rollback_checkpoints is not None,
         KEYS=keys,
         CHANNELS=block,
         num_warps=1,

@@ -38,6 +38,7 @@ from tests.models.drafting import (
     tiny_next,
 )
 from tests.models.families import rewrite_config
+from tests.runner.conftest import Elsewhere
 from tests.runner.speculative.test_standalone import drafted_loop
 from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
@@ -88,6 +89,8 @@ def runner_of(
         max_tokens=12 * slots if is_recorded else 0,
         draft_room=4 * slots,
         branching=tree[1] + 1 if tree else 0,
+        shapes=() if platform is None else (1, 4),
+        verified=0 if platform is None else 4,
     )
     model = load_model(model_config, build)
     if (folder / EAGLE).exists():
@@ -120,10 +123,12 @@ def runner_of(
 
 
 @pytest.mark.parametrize("variant", ["qwen3 next", "qwen3.5", "qwen3.5 moe"])
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_states_go_back_behind_drafts_that_do_not_stand(tmp_path, variant, is_recorded):
+@pytest.mark.parametrize("how", ["eager", "recorded", "captured"])
+def test_states_go_back_behind_drafts_that_do_not_stand(tmp_path, variant, how):
     plain, accepted, refused = tiny_next(variant, tmp_path, noise=0.15), 0, 0
-    runner = runner_of(tmp_path, is_recorded)
+    platform = Elsewhere() if how == "captured" else None
+    runner = runner_of(tmp_path, how == "recorded", platform=platform)
+    assert runner.forward.how == how
     assert runner.abilities.goes_back
     for seed, (length, chunk) in enumerate([(1, 1000), (30, 7), (40, 16)]):
         prompt = prompt_of(length, seed)
