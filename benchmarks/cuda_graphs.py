@@ -28,6 +28,8 @@ from banyan.runner.forward import EagerForward
 from benchmarks.cuda_check import (
     LARGE,
     TINY,
+    generate,
+    greedy,
     prompts_of,
     random_engine,
     sampling,
@@ -36,7 +38,7 @@ from benchmarks.cuda_check import (
     tiny_llama,
 )
 
-PARTS = ("states", "indexer", "memory", "hybrid", "prompts")
+PARTS = ("tokens", "states", "indexer", "memory", "hybrid", "prompts")
 HEADS, KEY_HEADS, WIDTH, TAPS = 32, 16, 128, 4
 """Of a linear attention layer of Qwen3-Next."""
 HYBRID = {
@@ -56,6 +58,9 @@ HYBRID = {
     "linear_num_value_heads": HEADS,
     "linear_key_head_dim": WIDTH,
     "linear_value_head_dim": WIDTH,
+    "linear_conv_kernel_dim": TAPS,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": True,
 }
 SMALL_HYBRID = {
     "vocab_size": 512,
@@ -65,6 +70,7 @@ SMALL_HYBRID = {
     "num_attention_heads": 4,
     "head_dim": 16,
     "num_experts": 8,
+    "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "linear_num_key_heads": 2,
@@ -89,6 +95,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="of the shape of Llama 3 8B")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
+    if "tokens" in options.parts:
+        _tokens(options.device)
     if "states" in options.parts:
         _states(options)
     if "indexer" in options.parts:
@@ -244,6 +252,37 @@ def _index_inputs(
     return [*queries, draw(tokens, heads), *pages, table.view(rows, columns), *lengths]
 
 
+def _tokens(device: str) -> None:
+    """Greedy tokens of tiny float32 models are the ones of transformers, however steps run."""
+    import transformers
+
+    torch.manual_seed(7)
+    shape = {**HYBRID, **SMALL_HYBRID, "eos_token_id": None, "bos_token_id": None}
+    config = transformers.Qwen3NextConfig(**shape, initializer_range=0.2)
+    hybrid = transformers.Qwen3NextForCausalLM(config).eval()
+    prompts = prompts_of([5 + 11 * i for i in range(5)])
+    graphs = {"enable_piecewise_cuda_graph": True, "piecewise_cuda_graph_tokens": [16, 64, 256]}
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}
+    ways: dict[str, dict[str, object]] = {
+        "captured": {},
+        "prompts in graphs": graphs,
+        "drafts": drafts,
+        "draft trees": {**drafts, "speculative_ngram_min_bfs_breadth": 2},
+    }
+    for model in (tiny_llama(), hybrid):
+        name = type(model).__name__
+        wanted = [greedy(model, prompt, 24) for prompt in prompts]
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            for way, flags in ways.items():
+                if way == "draft trees" and model is hybrid:
+                    continue  # a state cannot branch
+                got, summary = generate(folder, prompts, 24, device, **flags)
+                same = sum(a == b for a, b in zip(got, 2 * wanted, strict=True))
+                print(f"{name}: {same}/{len(got)} as transformers, {way} ({summary})", flush=True)
+                assert same == len(got), f"{name}, {way}: other tokens than transformers"
+
+
 def _memory(device: str) -> None:
     """Answers are the same after weights, pages and graphs were released."""
     flags = {"enable_memory_saver": True, "max_total_tokens": 4096}
@@ -271,7 +310,6 @@ def _hybrid(options: argparse.Namespace) -> None:
     shape = {**HYBRID, **(SMALL_HYBRID if small else {})}
     facts = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
     facts |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e7, **shape}
-    facts |= {"linear_conv_kernel_dim": TAPS, "norm_topk_prob": True, "tie_word_embeddings": True}
     facts["torch_dtype"] = "float32" if device == "cpu" else "bfloat16"
     rows = [1, 32]
     with random_engine(facts, device, rows, cuda_graph_bs=rows) as engine:
