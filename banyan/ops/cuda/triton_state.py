@@ -17,8 +17,6 @@ _BLOCK = 1024
 _CURVES = {"": 0, "silu": 1, "sigmoid": 2, "relu": 3}
 _CHANNELS, _TOKENS = 128, 32
 """A program of a convolution: channels, and tokens of long rows."""
-_FEW = 4
-"""Tokens per row up to which a program convolves whole rows."""
 _STATE, _MOST_VALUES, _WARPS = 1024, 8, 1
 """Numbers of a state in a program, the most value dimensions of them, and warps: one warp reduces
 them without waiting for another."""
@@ -85,7 +83,7 @@ def _short_conv(
     if not tokens:
         return out
     assert x.stride(1) == 1, f"{x.stride()}"
-    where, is_whole = _where(rows), tokens <= _FEW * count
+    where, is_whole = _where(rows), tokens <= count
     block = min(_CHANNELS, power_of_two(channels))
     parts = -(-channels // block)
     has_checkpoints = rows.rollback_checkpoints is not None
