@@ -221,7 +221,11 @@ def _indexer(options: argparse.Namespace) -> None:
     assert torch.equal(got, reference.choose_positions(*exact, 32)), "other positions are chosen"
     print("choose_positions: the positions of the reference")
     for counts, contexts in (([1], [32000]), ([1] * 32, [8000] * 32), ([512], [7000])):
-        counts, contexts = (counts[:2], [200] * 2) if small else (counts, contexts)
+        if small:
+            counts, contexts = (
+                [min(counts[0], 16)] * min(2, len(counts)),
+                [200] * min(2, len(counts)),
+            )
         given = _index_inputs(counts, contexts, INDEX_HEADS, device)
         took = median_us(lambda: choose(*given, 32 if small else INDEX_TOP), device)  # noqa: B023
         rows = f"{len(counts)} rows of {counts[0]} tokens after {contexts[0]}"

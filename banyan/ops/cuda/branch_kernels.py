@@ -83,8 +83,8 @@ def attend_paths(
         inside, is_there = place % PAGE, is_key[:, None] & is_dim[None, :]
         k_at = page * k_page + inside * k_token + kv_head * k_head
         v_at = page * v_page + inside * v_token + kv_head * v_head
-        k = tl.load(k_pages + k_at[:, None] + dims[None, :], mask=is_there, other=0)
-        v = tl.load(v_pages + v_at[:, None] + dims[None, :], mask=is_there, other=0)
+        k = tl.load(k_pages + k_at[:, None] + dims[None, :], mask=is_there, other=0.0)
+        v = tl.load(v_pages + v_at[:, None] + dims[None, :], mask=is_there, other=0.0)
         if HAS_SCALES:
             k_scale = tl.load(k_scales + (k_at + HEAD_DIM) // 4, mask=is_key, other=0.0)
             v_scale = tl.load(v_scales + (v_at + HEAD_DIM) // 4, mask=is_key, other=0.0)
