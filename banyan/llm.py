@@ -453,14 +453,14 @@ async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> 
             NativeSettings(
                 sampling_defaults(config.server),
                 seed_source(config.server),
-                config.model.weight_version,
+                lambda: config.model.weight_version,
                 config.server.incremental_output,
                 config.cache.store,
             ),
             adapters,
             media,
         )
-        vectors = VectorService(generator, tokenizer, limits, config.model.weight_version)
+        vectors = VectorService(generator, tokenizer, limits, lambda: config.model.weight_version)
         mine = (client, ready, tokenizer, limits, native, vectors, Sessions(), adapters, handles)
         return _Opened(*mine, stack.pop_all())
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ PROMPTS = (2048, 8192, 32768)
 CANDIDATES = {
     "pages of 64, 64 keys, 8 warps": (64, Tiles(128, 64, 8, 2)),
     "pages of 64, 64 keys, 8 warps, 3 stages": (64, Tiles(128, 64, 8, 3)),
+    "pages of 64, 64 keys, 8 warps, 5 stages": (64, Tiles(128, 64, 8, 5)),
     "pages of 64, 64 keys, 4 warps": (64, Tiles(128, 64, 4, 2)),
     "pages of 64, pointers": (64, Tiles(128, 128, 8, 2)),
     "pages of 128, 128 keys, 8 warps": (128, Tiles(128, 128, 8, 2)),
@@ -39,7 +39,13 @@ HOPPER = {
     "hopper, pages of 128, 128 keys": (128, Tiles(128, 128, 4, 2, is_apart=True)),
 }
 DECODING = {"64 rows of 1k": (64, 1024), "1 row of 8k": (1, 8192), "1 row of 32k": (1, 32768)}
-ONES = (Tiles(16, 128, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 128, 8, 2))
+ONES = {
+    "stages 3": Tiles(16, 64, 4, 3),
+    "stages 7": Tiles(16, 64, 4, 7),
+    "128 keys": Tiles(16, 128, 4, 3),
+    "2 warps": Tiles(16, 64, 2, 5),
+    "tiles": Tiles(16, 64, 4, 5, is_apart=True),
+}
 """Candidates for rows of one token."""
 KEPT = (torch.float8_e4m3fn, torch.int8)
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
@@ -220,7 +226,7 @@ def guarded(work: Callable[..., None], name: str, *rest: object) -> None:
 def compile_ahead(device: str) -> None:
     """Compile the candidates next to each other: most of the time would go there."""
     asked = [(page, tiles, None) for page, tiles in CANDIDATES.values()]
-    asked += [(64, tiles, kept) for tiles in (MANY[128], MANY_APART[128]) for kept in KEPT]
+    asked += [(64, MANY[128], kept) for kept in KEPT]
 
     def many(page: int, tiles: Tiles, kept: torch.dtype | None) -> None:
         call, starts = case(Shape(((0, 200),), page=page, kept=kept), torch.bfloat16, device)
@@ -230,7 +236,9 @@ def compile_ahead(device: str) -> None:
         call, _ = case(Shape(((600, 1),) * rows, kept=kept), torch.bfloat16, device)
         triton_attention.attend_one(call, tiles)
 
-    ones = [(rows, tiles, kept) for rows in (1, 64) for tiles in ONES for kept in (None, *KEPT)]
+    ones = [
+        (rows, tiles, kept) for rows in (1, 64) for tiles in ONES.values() for kept in (None, *KEPT)
+    ]
     with ThreadPoolExecutor(12) as pool:
         jobs = [pool.submit(many, *each) for each in asked]
         jobs += [pool.submit(one, *each) for each in ones]
@@ -246,8 +254,7 @@ def time_prompts(sizes: tuple[int, ...], device: str) -> None:
     for name, (page, tiles) in CANDIDATES.items():
         guarded(time_prompt, name, middle, page, tiles, device, None)
     for kept in KEPT:
-        guarded(time_prompt, f"{kept}, by pointers", middle, 64, MANY_APART[128], device, kept)
-    guarded(time_prompt, f"{KEPT[0]}, by tiles", middle, 64, MANY[128], device, KEPT[0])
+        guarded(time_prompt, f"{kept}", middle, 64, None, device, kept)
 
 
 def time_decoding(cases: dict[str, tuple[int, int]], device: str) -> None:
@@ -259,10 +266,9 @@ def time_decoding(cases: dict[str, tuple[int, int]], device: str) -> None:
             size = 8 * rows * context * pages.stride(1) * pages.element_size()
             of = f"{name}, {kept or 'bf16'}"
             guarded(time_layers, of, layers, size, None, PROGRAMS, device)
-            counts = (PROGRAMS, 2 * PROGRAMS)[: 1 + (rows == 1)]
-            for tiles, busy in product(ONES, counts):
-                way = f"{of}, {tiles.keys} keys {tiles.warps} warps {tiles.stages} stages {busy}"
-                guarded(time_layers, way, layers, size, tiles, busy, device)
+            guarded(time_layers, f"{of}, more programs", layers, size, None, 2 * PROGRAMS, device)
+            for way, tiles in ONES.items():
+                guarded(time_layers, f"{of}, {way}", layers, size, tiles, PROGRAMS, device)
 
 
 def copy_rate(device: str) -> None:

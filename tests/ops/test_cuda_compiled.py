@@ -68,22 +68,27 @@ def test_attention_over_pages(pages, head_dim):
     common = {"HAS_SCALES": pages == BYTES, "HAS_CAP": False, "HAS_SINKS": True, "PAGE": 64}
     common |= {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "GROUP": 4}
     kinds, size = attention_types(pages), 128 if head_dim <= 128 else 256
-    for is_tiled in {pages == HALF, False}:
-        tiles = (triton_attention.MANY if is_tiled else triton_attention.MANY_APART)[size]
-        tile = f"tensordesc<bf16[{tiles.keys}, {head_dim}]>" if is_tiled else pages
+    in_blocks, apart = triton_attention.MANY[size], triton_attention.MANY_APART[size]
+    ways = [(in_blocks, True), (apart, False)]
+    if pages == BYTES:
+        ways = [(in_blocks if head_dim <= 128 else apart, False)]
+    for tiles, is_tiled in ways:
+        tile = f"tensordesc<{pages[1:]}[{tiles.keys}, {head_dim}]>" if is_tiled else pages
         many = {"IS_TILED": is_tiled, "HAS_ENDS": False, "PER_BLOCK": tiles.queries // 4}
         many |= {**common, "BLOCK": tiles.queries, "KEYS": tiles.keys}
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         types = {**kinds, "k_tiles": tile, "v_tiles": tile}
         made = compiled(attention_kernels.attend, types, many, **options)
         if is_tiled:
-            assert_asynchronous(made)
+            if pages == HALF:
+                assert_asynchronous(made)
             assert "cp.async.bulk.tensor" in made.asm["ptx"]
     tiles = triton_attention.ONE if head_dim <= 128 else triton_attention.ONE_WIDE
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     for is_split in (False, True):
         one = {**common, "BLOCK": 16, "KEYS": tiles.keys, "PART": 256, "IS_SPLIT": is_split}
-        compiled(attention_kernels.attend_rows, kinds, one, **options)
+        types = {**kinds, "k_tiles": pages, "v_tiles": pages}
+        compiled(attention_kernels.attend_rows, types, {**one, "IS_TILED": False}, **options)
     rest = {name: common[name] for name in ("HAS_SINKS", "HEAD_DIM", "BLOCK_D")}
     compiled(attention_kernels.merge, kinds, {**rest, "PART": 256}, num_warps=1)
 
@@ -218,3 +223,17 @@ def test_attention_along_branches(pages):
     sizes |= {"HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4, "BLOCK": 16, "KEYS": 64}
     branches = import_module("banyan.ops.cuda.branch_kernels")
     compiled(branches.attend_paths, tensors, sizes, num_warps=4)
+
+
+@pytest.mark.parametrize("type", [HALF, FLOAT])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_sums_over_ranks(type, ranks):
+    sums = import_module("banyan.ops.cuda.all_reduce_kernels")
+    tensors = {"x": type, "buffers": LONG, "pads": LONG, "calls": LONG}
+    sizes = {"RANKS": ranks, "BLOCK_R": max(2, ranks), "BLOCK": 1024}
+    for kernel in (sums.reduce_at_once, sums.reduce_in_parts):
+        made = compiled(kernel, tensors, sizes, num_warps=4)
+        assert "atom.global.sys.release" in made.asm["ptx"], "the others see what was written"
+        assert "atom.global.sys.acquire" in made.asm["ptx"]
+    parts = {"parts": type, "out": type}
+    compiled(sums.add_parts, parts, {"RANKS": ranks, "BLOCK": 1024}, num_warps=4)

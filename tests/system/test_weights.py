@@ -9,9 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from banyan.sim.replay import check
+from tests.support.crowd import asking
 from tests.support.pauses import Asking, go_on, pause, wait_running
 from tests.system.checkpoint import write_tiny_model
-from tests.system.serving import launch, serving, wait_until
+from tests.system.serving import launch, serving, settled, wait_until
 
 PROMPT = "The banyan grows new roots and shares them, page by page. " * 4
 PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
@@ -110,6 +111,35 @@ def test_a_paused_request_goes_on_with_the_new_weights(server, folders):
     assert answer["success"] and answer["num_paused_requests"] == 1
     go_on(server)
     assert len(running.result()["output_ids"]) == 1800
+    assert update(server, folders[0]).status_code == 200
+
+
+def test_under_load_each_answer_is_of_the_one_version_that_it_names(server, folders):
+    """The weights change, and are refused, while clients ask all the time."""
+
+    def body_of(number: int, count: int) -> dict:
+        text = PROMPT[: 40 * (1 + (number + count) % 3)]
+        return {"text": text, "sampling_params": PARAMS | {"max_new_tokens": 8 + 60 * (number % 2)}}
+
+    with asking(server, 6, body_of) as crowd:
+        for turn in range(6):
+            new, name = folders[turn % 2], ("old", "new")[turn % 2]
+            taken = update(server, new, abort_all_requests=True, weight_version=name)
+            assert taken.status_code == 200, taken.text
+            crowd.wait_for(12)
+            assert update(server, folders[2]).status_code == 400
+    assert {status for _, status, _ in crowd.answers} == {200}
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for body, _, answer in crowd.answers:
+        meta = answer["meta_info"]
+        version, length = meta["weight_version"], body["sampling_params"]["max_new_tokens"]
+        if version != "default" and meta["finish_reason"]["type"] == "length":
+            of_version = found.setdefault((version, body["text"], length), answer["output_ids"])
+            assert of_version == answer["output_ids"], (version, length)
+    assert len(found) > 8
+    assert all(found["old", *key] != found.get(("new", *key)) for v, *key in found if v == "old")
+    stats = settled(server.stats, 0)
+    assert stats["leaked"] == 0 == stats["held_pages"]
     assert update(server, folders[0]).status_code == 200
 
 

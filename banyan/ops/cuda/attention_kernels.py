@@ -43,19 +43,23 @@ def keys_or_values(
     pointers read zeros there.
 
     pages: of this head; tiles: all of them as lines of all heads of a token; tables: the row's."""
-    if IS_TILED:  # KEYS divides PAGE
+    key, dims = tl.arange(0, KEYS), tl.arange(0, BLOCK_D)
+    if PAGE % KEYS == 0:  # one page has them all
         if IS_MASKED:
             page = tl.load(tables + begin // PAGE, mask=begin < length, other=0)
         else:
             page = tl.load(tables + begin // PAGE)
+        key = begin % PAGE + key
+    else:
+        if IS_MASKED:
+            page = tl.load(tables + (begin + key) // PAGE, mask=is_key, other=0)
+        else:
+            page = tl.load(tables + (begin + key) // PAGE)
+        key = (begin + key) % PAGE
+    if IS_TILED:
         found = tiles.load([page * PAGE + begin % PAGE, kv_head * HEAD_DIM])
     else:
-        key, dims = begin + tl.arange(0, KEYS), tl.arange(0, BLOCK_D)
-        if IS_MASKED:
-            page = tl.load(tables + key // PAGE, mask=is_key, other=0)
-        else:
-            page = tl.load(tables + key // PAGE)
-        at = page.to(tl.int64) * page_stride + key % PAGE * token_stride
+        at = page.to(tl.int64) * page_stride + key * token_stride
         where = pages + at[:, None] + dims[None, :]
         if IS_MASKED:
             mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
@@ -175,7 +179,10 @@ def attend(
         best = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
         total = total + 1.0
     result = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    k_of, v_of = k_pages + kv_head * k_head, v_pages + kv_head * v_head
+    k_at, v_at = kv_head * k_head, kv_head * v_head
+    if HAS_SCALES:
+        k_at, v_at = tl.multiple_of(k_at, 4), tl.multiple_of(v_at, 4)
+    k_of, v_of = k_pages + k_at, v_pages + v_at
     k_scales_of = k_scales + (kv_head * k_head + HEAD_DIM) // 4
     v_scales_of = v_scales + (kv_head * v_head + HEAD_DIM) // 4
     # Blocks of keys that all queries see, then those at both ends, which some do not see.
@@ -219,12 +226,13 @@ def merged(best, total, result, more_best, more_total, more_result):
 
 @triton.jit
 def attend_rows(
-    q, k_pages, v_pages, k_scales, v_scales, page_tables, context_lengths, out, sinks, bests,
-    totals, results, scale, soft_cap, unit, heads, parts, programs, q_token, q_head, k_page,
-    k_token, k_head, v_page, v_token, v_head, table_row, out_token, out_head, window,
-    HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, IS_SPLIT: tl.constexpr,
+    q, k_pages, v_pages, k_tiles, v_tiles, k_scales, v_scales, page_tables, context_lengths, out,
+    sinks, bests, totals, results, scale, soft_cap, unit, heads, parts, programs, q_token, q_head,
+    k_page, k_token, k_head, v_page, v_token, v_head, table_row, out_token, out_head, window,
+    IS_TILED: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Rows of one token: the query heads of one kv head. Keys are processed in parts of PART, and
     the parts are merged in order, by this program or, if they are split, by `merge`. So a result
@@ -245,7 +253,10 @@ def attend_rows(
     lowest = tl.maximum(0, -window)
     if window > 0:
         lowest = tl.maximum(0, length - window)
-    k_of, v_of = k_pages + kv_head * k_head, v_pages + kv_head * v_head
+    k_at, v_at = kv_head * k_head, kv_head * v_head
+    if HAS_SCALES:
+        k_at, v_at = tl.multiple_of(k_at, 4), tl.multiple_of(v_at, 4)
+    k_of, v_of = k_pages + k_at, v_pages + v_at
     k_scales_of = k_scales + (kv_head * k_head + HEAD_DIM) // 4
     v_scales_of = v_scales + (kv_head * v_head + HEAD_DIM) // 4
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -254,26 +265,39 @@ def attend_rows(
         best = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
         total = total + 1.0
     result = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    first = lowest // PART + tl.program_id(2)
-    for part in range(first, (length + PART - 1) // PART, programs):
-        part_best = tl.full([BLOCK], float("-inf"), tl.float32)
-        part_total = tl.zeros([BLOCK], tl.float32)
-        part_result = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-        begin = tl.maximum(part * PART, lowest // KEYS * KEYS)
-        for at_key in range(begin, tl.minimum(part * PART + PART, length), KEYS):
-            part_best, part_total, part_result = see(
-                query, part_best, part_total, part_result, at_key, lowest, length, positions,
-                positions, tables, kv_head, k_of, k_pages, k_scales_of, k_page, k_token, v_of,
-                v_pages, v_scales_of, v_page, v_token, scale, soft_cap, window,
-                True, False, HAS_SCALES, HAS_CAP, PAGE, HEAD_DIM, BLOCK_D, KEYS,
-            )  # fmt: skip
-        if IS_SPLIT:
-            own = (row * heads + head) * parts + part
-            tl.store(bests + own, part_best, mask=is_query)
-            tl.store(totals + own, part_total, mask=is_query)
-            tl.store(results + own[:, None] * BLOCK_D + dims[None, :], part_result, mask=is_own)
-        else:
-            best, total, result = merged(best, total, result, part_best, part_total, part_result)
+    part_best = tl.full([BLOCK], float("-inf"), tl.float32)
+    part_total = tl.zeros([BLOCK], tl.float32)
+    part_result = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    # One loop over the blocks of all parts, so that loading never pauses.
+    steps: tl.constexpr = PART // KEYS
+    first, end = lowest // PART + tl.program_id(2), tl.cdiv(length, PART)
+    own = tl.cdiv(tl.maximum(end - first, 0), programs)
+    last_part = first + (own - 1) * programs
+    blocks = own * steps - tl.maximum((last_part + 1) * PART - length, 0) // KEYS
+    dead = tl.maximum(lowest - first * PART, 0) // KEYS
+    for block in range(dead, tl.where(own > 0, blocks, 0)):
+        part = first + block // steps * programs
+        at_key = part * PART + block % steps * KEYS
+        part_best, part_total, part_result = see(
+            query, part_best, part_total, part_result, at_key, lowest, length, positions,
+            positions, tables, kv_head, k_of, k_tiles, k_scales_of, k_page, k_token, v_of, v_tiles,
+            v_scales_of, v_page, v_token, scale, soft_cap, window,
+            True, IS_TILED, HAS_SCALES, HAS_CAP, PAGE, HEAD_DIM, BLOCK_D, KEYS,
+        )  # fmt: skip
+        if (block % steps == steps - 1) | (block == blocks - 1):
+            if IS_SPLIT:
+                at_part = (row * heads + head) * parts + part
+                tl.store(bests + at_part, part_best, mask=is_query)
+                tl.store(totals + at_part, part_total, mask=is_query)
+                places = results + at_part[:, None] * BLOCK_D + dims[None, :]
+                tl.store(places, part_result, mask=is_own)
+            else:
+                best, total, result = merged(
+                    best, total, result, part_best, part_total, part_result
+                )
+            part_best = tl.full([BLOCK], float("-inf"), tl.float32)
+            part_total = tl.zeros([BLOCK], tl.float32)
+            part_result = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     if not IS_SPLIT:
         result = result / tl.where(total > 0, total, 1.0)[:, None] * unit
         out_at = row * out_token + head[:, None] * out_head + dims[None, :]

@@ -37,7 +37,8 @@ class Tiles:
         keys: keys of a block.
         warps: warps of a program.
         stages: blocks of keys that are loaded ahead.
-        is_apart: warps of their own load the keys (`hopper_kernels.py`).
+        is_apart: warps of their own load the keys (`hopper_kernels.py`); for rows of one token:
+            keys are loaded as tiles.
     """
 
     queries: int
@@ -52,10 +53,10 @@ MANY = {128: Tiles(128, 64, 8, 2), 256: Tiles(128, 64, 8, 2)}
 MANY_ON_HOPPER = Tiles(128, 64, 4, 3, is_apart=True)
 """The same on Hopper; not the default, because it has not run on a device yet."""
 MANY_APART = {128: Tiles(128, 128, 8, 2), 256: Tiles(32, 32, 4, 2)}
-"""The same where a block of keys does not lie in one page, or its numbers need a conversion."""
+"""The same where a block of keys does not lie in one page."""
 MANY_FLOAT = Tiles(32, 32, 4, 2)
 """The same for activations of fp32."""
-ONE, ONE_WIDE = Tiles(LEAST_BLOCK, 128, 4, 3), Tiles(LEAST_BLOCK, 32, 4, 2)
+ONE, ONE_WIDE = Tiles(LEAST_BLOCK, 64, 4, 5), Tiles(LEAST_BLOCK, 32, 4, 5)
 """Rows of one token; the second for heads of more than 128 dimensions, or of fp32."""
 
 
@@ -174,8 +175,8 @@ def _tiles_for_many(call: PagedCall) -> Tiles:
         return MANY_FLOAT
     size = 128 if call.q.shape[2] <= 128 else 256
     chosen = MANY[size]
-    is_plain = call.k_pages.dtype == call.q.dtype and call.is_tiled(chosen.keys)
-    return chosen if is_plain else MANY_APART[size]
+    is_small = call.k_pages.dtype == torch.int8 and size == 128
+    return chosen if is_small or call.is_tiled(chosen.keys) else MANY_APART[size]
 
 
 def attend_many(call: PagedCall, row_starts: Tensor, chosen: Tiles | None = None) -> None:
@@ -253,7 +254,9 @@ def attend_one(call: PagedCall, chosen: Tiles | None = None, busy: int = PROGRAM
 
     (rows, heads, head_dim), (page_size, kv_heads) = call.q.shape, call.k_pages.shape[1:3]
     is_wide = head_dim > 128 or call.q.dtype == torch.float32
-    constants = call.constants(chosen or (ONE_WIDE if is_wide else ONE))
+    tiles = chosen or (ONE_WIDE if is_wide else ONE)
+    constants, pages = call.constants(tiles), (call.k_pages, call.v_pages)
+    is_tiled = tiles.is_apart and call.is_tiled(tiles.keys)
     parts = -(-call.page_tables.shape[1] * page_size // _PART)
     programs = max(1, min(parts, busy // (rows * kv_heads)))
     room = rows * heads * parts if programs > 1 else 0
@@ -261,9 +264,9 @@ def attend_one(call: PagedCall, chosen: Tiles | None = None, busy: int = PROGRAM
     results = bests.new_empty((room, constants["BLOCK_D"]))
     attend_rows[(rows, kv_heads, programs)](
         call.q,
-        call.k_pages,
-        call.v_pages,
-        *(as_scales(pages) for pages in (call.k_pages, call.v_pages)),
+        *pages,
+        *((call.tiles_of(each, tiles.keys) for each in pages) if is_tiled else pages),
+        *map(as_scales, pages),
         call.page_tables,
         call.context_lengths,
         call.out,
@@ -278,6 +281,7 @@ def attend_one(call: PagedCall, chosen: Tiles | None = None, busy: int = PROGRAM
         *call.strides,
         call.window,
         PART=_PART,
+        IS_TILED=is_tiled,
         IS_SPLIT=programs > 1,
         **constants,
     )

@@ -56,15 +56,24 @@ async def update_weights_from_disk(exchange: HttpExchange, state: ServerState) -
     asked = typed(raw, WeightsRequest)
     if asked.load_format not in (None, "auto"):
         raise RequestError("load_format must be auto.", param="load_format")
-    if asked.abort_all_requests:
-        await service.client.control("abort_all")
-    path, flush = asked.model_path, asked.flush_cache
-    reply = await agreed(
-        service.client, "update_weights", LOAD_S, state.paused, path=path, flush_cache=flush
-    )
+    path, flush, client = asked.model_path, asked.flush_cache, service.client
+    holds = asked.abort_all_requests and not state.paused
+    if holds:  # so that requests which come meanwhile wait for the new weights
+        await client.control("pause")
+    try:
+        if asked.abort_all_requests:
+            await client.control("abort_all")
+        is_paused = holds or state.paused
+        reply = await agreed(
+            client, "update_weights", LOAD_S, is_paused, path=path, flush_cache=flush
+        )
+        if reply.ok:  # before any answer of the new weights
+            _set_version(state, asked.weight_version)
+    finally:
+        if holds:
+            await client.control("resume")
     if reply.ok:
         state.awaits_weights = False
-        _set_version(state, asked.weight_version)
         log.info("weights taken path=%s", printable(path))
     stats = service.client.stats
     body = {

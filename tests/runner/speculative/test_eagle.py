@@ -38,8 +38,8 @@ from tests.models.drafting import (
     tiny_next,
 )
 from tests.models.families import rewrite_config
-from tests.runner.conftest import Elsewhere
 from tests.runner.speculative.test_standalone import drafted_loop
+from tests.support.captured import Elsewhere
 from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
 CPU = torch.device("cpu")
