@@ -39,7 +39,7 @@ from tests.models.drafting import (
 )
 from tests.models.families import rewrite_config
 from tests.runner.speculative.test_standalone import drafted_loop
-from tests.support.captured import Elsewhere
+from tests.support.captured import Elsewhere, SampledInTensors
 from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def runner_of(
             toolkit=toolkit,
             page_size=PAGE,
         )
-        return Build(ops)
+        return Build(ops if platform is None else SampledInTensors(ops))
 
     build = mine = build_of(model_config)
     groups = [GroupLayout(FULL, 0, PAGE, NUM_PAGES)]
