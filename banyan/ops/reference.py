@@ -284,7 +284,8 @@ def scan(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     wide_q, wide_k = (part.float().repeat_interleave(shared, 1).unsqueeze(-1) for part in (q, k))
     for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
-        state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
+        state = torch.zeros_like(states[page]) if is_fresh else states[page]
+        state = state.float().clone()
         for t in range(tokens.start, tokens.stop):
             value, force = v[t].float(), strength[t].unsqueeze(-1)
             state = kept[t].view(len(value), -1, 1) * state
@@ -313,7 +314,8 @@ def selective_scan(
 ) -> Tensor:
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
-        state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
+        state = torch.zeros_like(states[page]) if is_fresh else states[page]
+        state = state.float().clone()
         for t in range(tokens.start, tokens.stop):
             value = v[t].float()
             moved = k[t].float().unsqueeze(1) * (step[t] * value)

@@ -158,14 +158,20 @@ def round_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
     return numbers, scales
 
 
-def shape_of(rows: int, weight: PackedFloats, is_exact: bool = False) -> Shape:
-    """The block sizes for some rows: the fastest ones in `benchmarks/cuda_products.py`."""
-    if rows <= 16:
+def shape_of(rows: int, weight: PackedFloats, exact: torch.dtype | None = None) -> Shape:
+    """The block sizes for some rows: the fastest ones in `benchmarks/cuda_products.py`.
+
+    Args:
+        exact: type of activations that are not rounded.
+    """
+    if exact == torch.float32:  # multiplied without tensor cores
+        shape, blocks = Shape(16 if rows <= 16 else 32, 64, 1, is_turned=True, stages=2), 528
+    elif rows <= 16:
         shape, blocks = Shape(16, 128, 1, is_turned=True, stages=4), 528
     elif rows <= 32:
         shape, blocks = Shape(32, 128, 1, is_turned=True, stages=4), 264
     elif rows <= 64:
-        warps = 8 if is_exact else 4
+        warps = 4 if exact is None else 8
         shape, blocks = Shape(64, 128, 1, is_turned=True, warps=warps, stages=4), 264
     else:
         shape, blocks = Shape(128, 128, 1, is_turned=True, warps=8, stages=3), 132
@@ -286,7 +292,7 @@ class FloatLinear:
         if not self._rounds:
             if rows > products.UNPACK_ABOVE:
                 return functional.linear(x, unpacked(weight, x.dtype), bias)
-            shape = fitted(shape_of(rows, weight, is_exact=True), x.device)
+            shape = fitted(shape_of(rows, weight, x.dtype), x.device)
             return product(x, weight, bias, shape, x.dtype, False, assembly=self._assembly)
         if rows <= self._few_rows:
             shape = fitted(shape_of(rows, weight), x.device)
