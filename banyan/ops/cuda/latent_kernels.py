@@ -59,6 +59,27 @@ def _is_chosen(chosen, own, is_query, key, is_key, chosen_token):
 
 
 @triton.jit
+def _stored_at(tables, path, key, is_key, HAS_PATHS: tl.constexpr, PAGE: tl.constexpr):
+    """Page and place inside it of some positions."""
+    place = key
+    if HAS_PATHS:
+        place = places_of(path, key, is_key)
+    return tl.load(tables + place // PAGE, mask=is_key, other=0).to(tl.int64), place % PAGE
+
+
+@triton.jit
+def _see(best, total, result, logit, latent, PRECISION: tl.constexpr):
+    """The softmax state after more keys."""
+    larger = tl.maximum(best, tl.max(logit, 1))
+    base = tl.where(larger == float("-inf"), 0.0, larger)
+    weight, kept = tl.exp(logit - base[:, None]), tl.exp(best - base)
+    total = total * kept + tl.sum(weight, 1)
+    result = result * kept[:, None]
+    result = tl.dot(weight.to(latent.dtype), latent, result, input_precision=PRECISION)
+    return larger, total, result
+
+
+@triton.jit
 def attend_latents(
     q, q_turned, latent_pages, key_pages, page_tables, row_starts, context_lengths, chosen,
     out, sums, scale, first_position, rows, heads, rank, rope_dim, parts,
@@ -109,11 +130,7 @@ def attend_latents(
     for here in range(begin, end, KEYS):
         key = here + tl.arange(0, KEYS)
         is_key = (key >= first_position) & (key < end)
-        place = key
-        if HAS_PATHS:
-            place = places_of(path, key, is_key)
-        page = tl.load(tables + place // PAGE, mask=is_key, other=0).to(tl.int64)
-        inside = place % PAGE
+        page, inside = _stored_at(tables, path, key, is_key, HAS_PATHS, PAGE)
         k = _lines(key_pages, page * key_page + inside * key_inside, is_key, turns, is_turn)
         latent_at = page * latent_page + inside * latent_inside
         latent = _lines(latent_pages, latent_at, is_key, dims, is_dim).to(query.dtype)
@@ -123,14 +140,7 @@ def attend_latents(
         if HAS_CHOSEN:
             is_seen &= _is_chosen(chosen, own, is_query, key, is_key, chosen_token)
         logit = tl.where(is_seen, logit, float("-inf"))
-        larger = tl.maximum(best, tl.max(logit, 1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        weight = tl.exp(logit - base[:, None])
-        kept = tl.exp(best - base)
-        total = total * kept + tl.sum(weight, 1)
-        result = result * kept[:, None]
-        result = tl.dot(weight.to(query.dtype), latent, result, input_precision=PRECISION)
-        best = larger
+        best, total, result = _see(best, total, result, logit, latent, PRECISION)
     result = result / tl.where(total > 0, total, 1.0)[:, None]
     place = out + part.to(tl.int64) * out_part + own[:, None] * out_token + head[:, None] * out_head
     is_out = is_query[:, None] & is_dim[None, :]
@@ -211,11 +221,7 @@ def score_positions(
     for here in range(part * KEYS, length, parts * KEYS):
         key = here + tl.arange(0, KEYS)
         is_key = (key >= first_position) & (key < length)
-        stored = key
-        if HAS_PATHS:
-            stored = places_of(path, key, is_key)
-        page = tl.load(tables + stored // PAGE, mask=is_key, other=0).to(tl.int64)
-        inside = stored % PAGE
+        page, inside = _stored_at(tables, path, key, is_key, HAS_PATHS, PAGE)
         k = _lines(key_pages, page * key_page + inside * key_inside, is_key, dims, is_dim)
         turned_key_at = page * turned_page + inside * turned_inside
         k_turned = _lines(turned_pages, turned_key_at, is_key, turns, is_turn)
