@@ -26,7 +26,7 @@ from banyan.config.cli import described, parse
 from banyan.config.defaults import with_settings
 from banyan.config.delete_checkpoint import delete_weight_files
 from banyan.config.env import read_environment
-from banyan.config.prepare import prepare
+from banyan.config.prepare import prepare_to_load
 from banyan.config.rules.ignored import flags_that_need_a_server
 from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
@@ -103,7 +103,7 @@ class Engine:
         environment = read_environment()
         config = parse(words, environment)
         log_always(log, (*config.observe.notes, *flags_that_need_a_server(config)))
-        config, model_config = prepare(config, environment)
+        config, model_config = prepare_to_load(config, environment)
         self._config = config
         self._loop = _LoopThread()
         self._opened: _Opened | None = None
