@@ -199,7 +199,7 @@ gpu-check:
 # The kernels of CUDA devices without one: compiled for an H100, and in Triton's interpreter, which no
 # newer numpy runs in (.cuda, 700 MB); a quarter of an hour.
 test-cuda: $(VENV)/.test .cuda/.installed
-	@PYTHONPATH=.cuda $(BIN)/python -m pytest tests/ops/test_cuda_compiled.py $(ARGS)
+	@PYTHONPATH=.cuda $(BIN)/python -m pytest tests/ops/test_cuda_compiled*.py $(ARGS)
 	@TRITON_INTERPRET=1 PYTHONPATH=.cuda $(BIN)/python -W ignore -m pytest tests/ops/test_cuda_*.py \
 	  tests/ops/test_cpu_sampling.py -k "cuda or triton" $(ARGS)
 

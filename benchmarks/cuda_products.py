@@ -1,202 +1,426 @@
-"""Times products with quantised weights on a CUDA device: python -m benchmarks.cuda_products
+"""Checks and times products with low-bit weights on a CUDA device: python -m
+benchmarks.cuda_products
 
-For each form of weight, number of rows and shape: the best cuts of a sweep, the cut that
-`ops/cuda/products.py` chooses, the product of the unpacked weight, and torch's bf16 product.
-Weights are taken in turn, together larger than the device's cache, in a captured graph.
+For each form of weight and number of rows: the cuts of a sweep against float64, the fastest of
+them, the one that `ops/cuda` chooses, and torch's bf16 product. Weights are taken in turn, together
+larger than the device's cache, in a captured graph. A fraction is relative to the bound: the bytes
+at the speed of a copy, or the operations at the speed of torch's largest product of that type. With
+--device cpu --small the script tries itself in Triton's interpreter.
 """
 
 import argparse
-import itertools
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ops.cuda import products
+from banyan.ops.cuda import fp8, products
+from banyan.ops.cuda.fp8 import PackedFloats
 from banyan.ops.cuda.products import PackedNumbers, Shape
 
-SHAPES = ((14336, 4096), (4096, 14336), (6144, 4096))
-"""Outputs, inputs."""
-ROWS = (1, 8, 32, 128, 512, 2048)
+SHAPES = ((14336, 4096), (4096, 14336))
+"""Outputs, inputs; the first one is swept."""
+ROWS = (1, 16, 64, 128, 256, 2048)
 CACHE_BYTES = 160 << 20
-BLOCKS = (132, 264, 528, 1056, 1584)
+BLOCKS = (132, 264, 528, 1056)
 """Of threads, that parts are made for."""
-STEPS = 3
-"""Runs of a graph that are timed."""
+REPLAYS, SHOWN = 5, 3
+"""Runs of a graph that are timed; candidates that are printed."""
+TOLERANCE, ROUNDED_TOLERANCE = 5e-3, 4e-2
+"""Most RMS error relative to the results: of bf16, and of activations rounded to e4m3."""
+SIDE = 8192
+"""Of the products whose rate is the bound."""
+
+Weight = PackedNumbers | PackedFloats | Tensor
+Run = Callable[[Tensor, Weight], Tensor]
 
 
 @dataclass(frozen=True)
 class Form:
-    """bits, base and group of a weight (group 0: all inputs), and whether it has minima."""
+    """
+    Attributes:
+        make: (outputs, inputs, device) -> a random weight.
+        plain: a weight as fp32 [outputs, inputs].
+        chosen: the product that the engine runs.
+        candidates: number of rows -> products by name, without their parts.
+        is_fp8: products have 8-bit floats on both sides.
+    """
 
-    bits: int
-    base: int
-    group: int
-    has_minima: bool
+    make: Callable[[int, int, torch.device], Weight]
+    plain: Callable[[Weight], Tensor]
+    chosen: Run
+    candidates: Callable[[int], "Iterator[Candidate]"]
+    is_fp8: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A product and its cut; None = it has none."""
+
+    name: str
+    run: Callable[[Tensor, Weight, Shape], Tensor]
+    shape: Shape | None = None
+
+    def with_cut(self, cut: Shape) -> Run:
+        return lambda x, weight: self.run(x, weight, cut)
+
+    def cuts(self, rows: int, outputs: int, inputs: int) -> list[Shape]:
+        if self.shape is None:
+            return [Shape(0, 0, 1, is_turned=True)]
+        counts = {
+            products.with_parts(self.shape, blocks, rows, outputs, inputs).parts
+            for blocks in BLOCKS
+        }
+        return [replace(self.shape, parts=count) for count in sorted(counts) if count <= 16]
+
+
+def integers(bits: int, base: int, group: int, has_minima: bool) -> Callable[..., PackedNumbers]:
+    def make(outputs: int, inputs: int, device: torch.device) -> PackedNumbers:
+        chunk = min(group, 128 if bits == 8 else 64)
+        chunks = inputs // chunk if bits == 8 else inputs // chunk // 2
+        numbers = torch.randint(0, 120, (chunks, outputs, chunk), dtype=torch.uint8, device=device)
+        numbers = numbers.view(torch.int8) if bits == 8 else numbers
+        scales = torch.rand(inputs // group, outputs, device=device).half() * 0.01
+        minima = -4 * scales if has_minima else None
+        return PackedNumbers(bits, base, outputs, inputs, group, numbers, scales, minima)
+
+    return make
+
+
+def floats(is_grouped: bool) -> Callable[..., PackedFloats]:
+    def make(outputs: int, inputs: int, device: torch.device) -> PackedFloats:
+        numbers = torch.randn(outputs, inputs, device=device).to(torch.float8_e4m3fn)
+        group, shared = (128, 128) if is_grouped else (inputs, 1)
+        scales = torch.rand(inputs // group, outputs // shared, device=device) * 0.01 + 0.001
+        return PackedFloats(outputs, inputs, group, shared, numbers, scales)
+
+    return make
+
+
+def _numbers(x: Tensor, weight: Weight, shape: Shape) -> Tensor:
+    assert isinstance(weight, PackedNumbers)
+    fast = products.assembly_for(weight, x.dtype)
+    return products.product(x, weight, None, shape, fast)
+
+
+def _exact(x: Tensor, weight: Weight, shape: Shape) -> Tensor:
+    assert isinstance(weight, PackedFloats)
+    fast = fp8.assembly_for(weight, x.dtype)
+    return fp8.product(x, weight, None, shape, x.dtype, False, assembly=fast)
+
+
+def _rounding(x: Tensor, weight: Weight, shape: Shape) -> Tensor:
+    assert isinstance(weight, PackedFloats)
+    return fp8.product(x, weight, None, shape, x.dtype, True)
+
+
+def _rounded(x: Tensor, weight: Weight, shape: Shape) -> Tensor:
+    assert isinstance(weight, PackedFloats)
+    numbers, scales = fp8.round_rows(x, 128 if weight.is_grouped else 0)
+    return fp8.product(numbers, weight, None, shape, x.dtype, True, scales)
+
+
+def _vendor(x: Tensor, weight: Weight, shape: Shape, fast: bool = False) -> Tensor:
+    assert isinstance(weight, PackedFloats)
+    return fp8.vendor_product(*fp8.round_rows(x), weight, None, fast)
+
+
+def _vendor_blocks(x: Tensor, weight: Weight, shape: Shape) -> Tensor:
+    """Blocks of 128 × 128 by the vendor's library, which newer ones can."""
+    assert isinstance(weight, PackedFloats)
+    numbers, scales = fp8.round_rows(x, 128)
+    return torch.ops.aten._scaled_mm(
+        numbers,
+        weight.numbers.t(),
+        scales.t(),
+        weight.scales.t().contiguous().t(),  # the inputs' blocks adjacent
+        out_dtype=torch.bfloat16,
+    )
+
+
+def _unpacked(x: Tensor, weight: Weight, shape: Shape) -> Tensor:
+    assert not isinstance(weight, Tensor)
+    plain = products.unpacked if isinstance(weight, PackedNumbers) else fp8.unpacked
+    return functional.linear(x, plain(weight, x.dtype))  # type: ignore[arg-type]
+
+
+def _cut(rows: int, outputs: int, warps: int, stages: int, rounds: bool = False) -> Shape:
+    return Shape(rows, outputs, 1, True, warps, stages, rounds)
+
+
+def _of_integers(rows: int) -> Iterator[Candidate]:
+    yield Candidate("unpacked", _unpacked)
+    if rows > 256:
+        return
+    if rows <= 16:
+        for cut in (Shape(16, 128, 1, False), Shape(16, 128, 1, True), _cut(16, 128, 4, 4, True)):
+            yield Candidate("product", _numbers, cut)
+        return
+    yield Candidate("product", _numbers, _cut(64 if rows <= 64 else 128, 128, 8, 3))
+    few = [(64, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 4, 3)]
+    many = [(256, 64, 4, 2), (256, 128, 8, 2)]
+    for cut in [*few, *many] if rows > 128 else few[: 2 if rows <= 64 else 5]:
+        yield Candidate("product", _numbers, _cut(*cut, rounds=True))
+
+
+def _of_floats(rows: int, is_grouped: bool) -> Iterator[Candidate]:
+    if rows <= 16:
+        for cut in ((16, 128, 4, 4), (16, 128, 4, 6), (16, 64, 4, 5), (16, 128, 8, 4)):
+            yield Candidate("rounding", _rounding, _cut(*cut))
+    elif rows <= 64:
+        yield Candidate("rounding", _rounding, _cut(64, 128, 4, 4))
+    cuts = [(64, 128, 4, 4), (64, 64, 4, 5), (128, 128, 8, 3), (128, 64, 4, 4), (128, 128, 8, 4)]
+    few = [(16, 128, 4, 5)] if rows <= 16 else cuts[:2] if rows <= 64 else cuts
+    for cut in few:
+        yield Candidate("rounded", _rounded, _cut(*cut))
+    if is_grouped:
+        yield Candidate("vendor", _vendor_blocks)
+        return
+    yield Candidate("vendor", _vendor)
+    yield Candidate("vendor, fast sums", partial(_vendor, fast=True))
+
+
+def _of_exact(rows: int) -> Iterator[Candidate]:
+    yield Candidate("unpacked", _unpacked)
+    cuts = [(16, 128, 4, 4), (16, 64, 4, 5)] if rows <= 16 else [(64, 128, 8, 3), (64, 64, 4, 4)]
+    for cut in cuts if rows <= 64 else [(128, 128, 8, 3)] if rows <= 256 else []:
+        yield Candidate("exact", _exact, _cut(*cut))
+
+
+def _linear(rounds: bool) -> Run:
+    def run(x: Tensor, weight: Weight) -> Tensor:
+        assert isinstance(weight, PackedFloats)
+        return fp8.FloatLinear(weight, x.dtype, rounds)(x)
+
+    return run
+
+
+def _quantised(x: Tensor, weight: Weight) -> Tensor:
+    assert isinstance(weight, PackedNumbers)
+    return products.QuantisedLinear(weight, x.dtype)(x)
+
+
+def _plain_floats(weight: Weight) -> Tensor:
+    assert isinstance(weight, PackedFloats)
+    return fp8.unpacked(weight, torch.float32)
+
+
+def _plain_numbers(weight: Weight) -> Tensor:
+    assert isinstance(weight, PackedNumbers)
+    return products.unpacked(weight, torch.float32)
 
 
 FORMS = {
-    "q8_0": Form(8, 0, 32, False),
-    "q4_0": Form(4, 8, 32, False),
-    "w4g128": Form(4, 8, 128, False),
-    "awq128": Form(4, 0, 128, True),
-    "int8": Form(8, 0, 0, False),
-    "q4_1": Form(4, 0, 32, True),
+    "fp8 channel": Form(
+        floats(False), _plain_floats, _linear(True), partial(_of_floats, is_grouped=False), True
+    ),
+    "fp8 block": Form(
+        floats(True), _plain_floats, _linear(True), partial(_of_floats, is_grouped=True), True
+    ),
+    "q4 128": Form(integers(4, 8, 128, False), _plain_numbers, _quantised, _of_integers),
+    "fp8 exact": Form(floats(False), _plain_floats, _linear(False), _of_exact),
+    "awq 128": Form(integers(4, 0, 128, True), _plain_numbers, _quantised, _of_integers),
+    "q4_0": Form(integers(4, 8, 32, False), _plain_numbers, _quantised, _of_integers),
+    "q8_0": Form(integers(8, 0, 32, False), _plain_numbers, _quantised, _of_integers),
 }
+DEFAULT_FORMS = ("fp8 channel", "fp8 block", "q4 128", "fp8 exact")
 
 
-def weight_of(form: Form, outputs: int, inputs: int) -> PackedNumbers:
-    """Random numbers; outputs are a multiple of 128."""
-    group = form.group or inputs
-    chunk = min(group, 128 if form.bits == 8 else 64)
-    chunks = inputs // chunk if form.bits == 8 else inputs // chunk // 2
-    numbers = torch.randint(0, 120, (chunks, outputs, chunk), dtype=torch.uint8, device="cuda")
-    numbers = numbers.view(torch.int8) if form.bits == 8 else numbers
-    scales = torch.rand(inputs // group, outputs, device="cuda").half() * 0.01
-    minima = -scales if form.has_minima else None
-    return PackedNumbers(form.bits, form.base, outputs, inputs, group, numbers, scales, minima)
+def _error(form: Form, x: Tensor, weight: Weight, got: Tensor) -> str:
+    """Why a product is wrong; "" = it is right."""
+    want = x.double() @ form.plain(weight).double().T
+    off = ((got.double() - want).norm() / want.norm()).item()
+    most = ROUNDED_TOLERANCE if form.is_fp8 else TOLERANCE
+    return "" if off <= most else f"differs by {off:.3g}, more than {most}"
 
 
-def cuts(rows: int) -> list[Shape]:
-    """Without parts."""
-    if rows <= 16:
-        wide = [(64, False, 4), (128, False, 4), (64, True, 4), (128, True, 4), (256, False, 4)]
-        wide += [(128, False, 2), (128, False, 8), (256, False, 8)]
-        return [Shape(16, n, 1, t, w, s) for (n, t, w), s in itertools.product(wide, (2, 3, 4))]
-    if rows <= 32:
-        wide = [(64, False, 4), (128, False, 4), (64, True, 4), (128, True, 4), (128, False, 8)]
-        return [Shape(32, n, 1, t, w, s) for (n, t, w), s in itertools.product(wide, (2, 3))]
-    tall = [(64, 64, True, 4), (64, 128, True, 4), (128, 64, True, 4), (128, 128, True, 8)]
-    return [Shape(m, n, 1, t, w, s) for (m, n, t, w), s in itertools.product(tall, (2, 3, 4))]
-
-
-def with_parts(shape: Shape, rows: int, weight: PackedNumbers) -> list[Shape]:
-    tiles = -(-weight.outputs // shape.outputs) * -(-rows // shape.rows)
-    most = max(1, len(weight.numbers) // 4)
-    counts = {max(1, min(blocks // tiles, most, 32)) for blocks in BLOCKS}
-    return [replace(shape, parts=count) for count in sorted(counts)]
-
-
-def compile_one(form: Form, rows: int, shape: Shape) -> str:
-    weight = weight_of(form, 256, 4096)
-    x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+def try_one(name: str, rows: int, at: int, device: str) -> str:
+    """Compile a candidate and compare it with float64, in a process of its own."""
+    form, outputs, inputs = FORMS[name], 256, 2048
+    candidate = list(form.candidates(rows))[at]
+    torch.manual_seed(at)
+    x = torch.randn(rows, inputs, device=device).bfloat16()
+    x = x.half() if device == "cpu" else x
+    weight = form.make(outputs, inputs, torch.device(device))
     try:
-        products.product(x, weight, None, shape, products.assembly_for(weight, x.dtype))
-        torch.cuda.synchronize()
-    except Exception as error:  # a cut that the device cannot hold is left out, and reported
-        return f"{shape}: {str(error)[:90]!r}"
+        for parts in (1, 3) if candidate.shape is not None else (1,):
+            shape = replace(candidate.cuts(rows, outputs, inputs)[0], parts=parts)
+            error = _error(form, x, weight, candidate.run(x, weight, shape))
+            if error:
+                return f"wrong: {error}"
+    except Exception as error:  # what the device cannot hold or lacks is left out, and reported
+        return f"cannot run: {str(error)[:200]!r}"
     return ""
 
 
-def microseconds(work: Callable[[PackedNumbers], Tensor], weights: list[PackedNumbers]) -> float:
+def microseconds(run: Run, x: Tensor, weights: Sequence[Weight]) -> float:
     """Of one product, the weights taken in turn."""
-    work(weights[0])
+    run(x, weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for weight in weights:
-            work(weight)
+            run(x, weight)
     graph.replay()
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    for _ in range(STEPS):
+    took = []
+    for _ in range(REPLAYS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
         graph.replay()
-    ended.record()
-    torch.cuda.synchronize()
-    return began.elapsed_time(ended) * 1e3 / STEPS / len(weights)
+        ended.record()
+        torch.cuda.synchronize()
+        took.append(began.elapsed_time(ended) * 1e3 / len(weights))
+    return sorted(took)[REPLAYS // 2]
 
 
-def report(name: str, rows: int, weights: list[PackedNumbers], lost: set[Shape]) -> None:
-    weight = weights[0]
-    x = torch.randn(rows, weight.inputs, device="cuda", dtype=torch.bfloat16)
-    flops = 2.0 * rows * weight.outputs * weight.inputs
-    fast = products.assembly_for(weight, x.dtype)
-    found = []
-    for shape in cuts(rows):
-        if shape in lost:
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes per second of a copy; operations per second of bf16 and of 8-bit floats."""
+
+    bytes_s: float
+    bf16_s: float
+    fp8_s: float
+
+    @staticmethod
+    def measure() -> "Peaks":
+        some = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        other = torch.empty_like(some)
+        copied = microseconds(lambda x, w: other.copy_(some), some, [some])
+        a = torch.randn(SIDE, SIDE, device="cuda").bfloat16()
+        plain = microseconds(lambda x, w: functional.linear(x, w), a, [a])  # type: ignore[arg-type]
+        weight = floats(False)(SIDE, SIDE, torch.device("cuda"))
+        numbers, scales = fp8.round_rows(a)
+        eight = microseconds(
+            lambda x, w: fp8.vendor_product(numbers, scales, weight, None, True), a, [a]
+        )
+        operations = 2e6 * SIDE**3
+        return Peaks(2 * some.nbytes * 1e6 / copied, operations / plain, operations / eight)
+
+
+def bound_of(peaks: Peaks, rows: int, outputs: int, inputs: int, size: int, is_fp8: bool) -> float:
+    """Microseconds that a product takes at least."""
+    moved = size + 2 * rows * (inputs + outputs)
+    rate = peaks.fp8_s if is_fp8 else peaks.bf16_s
+    return 1e6 * max(moved / peaks.bytes_s, 2.0 * rows * outputs * inputs / rate)
+
+
+def _bf16(outputs: int, inputs: int, device: torch.device) -> Tensor:
+    return torch.randn(outputs, inputs, device=device).bfloat16()
+
+
+def several(make: Callable[[], Weight]) -> list[Weight]:
+    """Weights that are larger than the cache together."""
+    first = make()
+    size = first.nbytes if isinstance(first, Tensor) else first.size_bytes
+    return [first, *(make() for _ in range(CACHE_BYTES // size))]
+
+
+def time_all(options: argparse.Namespace, lost: set[tuple[str, int, int]]) -> int:
+    device, failed = torch.device("cuda"), 0
+    peaks = Peaks.measure()
+    print(f"figure: copy = {peaks.bytes_s / 1e12:.2f} TB/s")
+    print(f"figure: torch bf16 {SIDE} = {peaks.bf16_s / 1e12:.0f} TFLOP/s")
+    print(f"figure: torch fp8 {SIDE} = {peaks.fp8_s / 1e12:.0f} TFLOP/s", flush=True)
+    for at, (outputs, inputs) in enumerate(SHAPES):
+        label = f"{outputs}x{inputs}"
+        plain = several(partial(_bf16, outputs, inputs, device))
+        of_torch = dict[int, float]()
+        for rows in options.rows:
+            x = torch.randn(rows, inputs, device=device).bfloat16()
+            of_torch[rows] = microseconds(lambda x, w: functional.linear(x, w), x, plain)  # type: ignore[arg-type]
+            print(f"figure: {label} rows {rows} bf16 = {of_torch[rows]:.1f} us", flush=True)
+        del plain
+        for name in options.forms:
+            form = FORMS[name]
+            weights = several(partial(form.make, outputs, inputs, device))
+            assert not isinstance(weights[0], Tensor)
+            size = weights[0].size_bytes
+            for rows in options.rows:
+                x = torch.randn(rows, inputs, device=device).bfloat16()
+                try:
+                    error = _error(form, x, weights[0], form.chosen(x, weights[0]))
+                except RuntimeError as raised:
+                    print(f"{label}, {rows} rows, {name}: {raised}", flush=True)
+                    failed += 1
+                    continue
+                failed += bool(error)
+                took = microseconds(form.chosen, x, weights)
+                bound = bound_of(peaks, rows, outputs, inputs, size, form.is_fp8)
+                speed = f"{of_torch[rows] / took:.2f} of bf16's speed"
+                shown = f"{took:.1f} us, {speed}, {bound / took:.2f} of the bound"
+                print(f"figure: {label} rows {rows} {name} = {shown} {error}", flush=True)
+                if at == 0 and not options.chosen:
+                    found = sweep(name, x, weights, lost)
+                    for each, cut in found[:SHOWN]:
+                        print(
+                            f"figure: {label} rows {rows} {name}: {cut} = {each:.1f} us", flush=True
+                        )
+            del weights
+    return failed
+
+
+def sweep(
+    name: str, x: Tensor, weights: list[Weight], lost: set[tuple[str, int, int]]
+) -> list[tuple[float, str]]:
+    """Microseconds of the candidates and their cuts, the fastest first."""
+    rows, first, found = len(x), weights[0], list[tuple[float, str]]()
+    assert not isinstance(first, Tensor)
+    for at, candidate in enumerate(FORMS[name].candidates(rows)):
+        if (name, rows, at) in lost:
             continue
-        for cut in with_parts(shape, rows, weight):
-            took = microseconds(lambda w, cut=cut: products.product(x, w, None, cut, fast), weights)
-            found.append((took, cut))
-    found.sort(key=lambda pair: pair[0])
-    chosen = products.shape_of(rows, weight)
-    mine = microseconds(lambda w: products.product(x, w, None, chosen, fast), weights)
-
-    def unpack(packed: PackedNumbers) -> Tensor:
-        return functional.linear(x, products.unpacked(packed, x.dtype))
-
-    plain = microseconds(unpack, weights[:3])
-    label = f"{name:<7}{rows:>5} {weight.outputs:>6}x{weight.inputs:<6}"
-    best = found[0][0] if found else mine
-    print(
-        f"{label} best {best:7.1f} us {weight.size_bytes / best / 1e3:6.0f} GB/s "
-        f"{flops / best / 1e6:5.0f} TF | chosen {mine:7.1f} | unpacked {plain:7.1f} | "
-        + " ".join(
-            f"{took:.1f}:{c.rows}/{c.outputs}/{c.parts}{'t' if c.is_turned else ''}w{c.warps}"
-            f"s{c.stages}"
-            for took, c in found[:4]
-        ),
-        flush=True,
-    )
-
-
-def report_plain(rows: int, outputs: int, inputs: int) -> None:
-    count = max(2, CACHE_BYTES // (outputs * inputs * 2) + 1)
-    made = [torch.randn(outputs, inputs, device="cuda").bfloat16() for _ in range(count)]
-    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-    took = microseconds(lambda w: functional.linear(x, w), made)  # type: ignore[arg-type]
-    flops = 2.0 * rows * outputs * inputs
-    print(
-        f"{'bf16':<7}{rows:>5} {outputs:>6}x{inputs:<6} torch {took:6.1f} us "
-        f"{made[0].nbytes / took / 1e3:6.0f} GB/s {flops / took / 1e6:5.0f} TF"
-    )
+        for cut in candidate.cuts(rows, first.outputs, first.inputs):
+            took = microseconds(candidate.with_cut(cut), x, weights)
+            text = f"{cut.rows}/{cut.outputs} warps {cut.warps} stages {cut.stages}"
+            kind = " weights rounded" if cut.rounds else "" if cut.is_turned else " not turned"
+            parts = f" {text} parts {cut.parts}{kind}" if candidate.shape is not None else ""
+            found.append((took, candidate.name + parts))
+    return sorted(found)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--forms", nargs="+", default=list(DEFAULT_FORMS), choices=list(FORMS))
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--seconds", type=float, default=300.0, help="after which it ends")
+    parser.add_argument("--chosen", action="store_true", help="time no candidates")
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     options = parser.parse_args()
     began = time.perf_counter()
-    classes = {next(top for top in (16, 32, 2048) if rows <= top) for rows in options.rows}
+    is_cpu = options.device == "cpu"
+    if is_cpu:
+        os.environ["TRITON_INTERPRET"] = "1"
+        options.rows = [1, 40] if options.small else options.rows
     asked = [
-        (FORMS[name], min(rows, 128), shape)
+        (name, rows, at, options.device)
         for name in options.forms
-        for rows in sorted(classes)
-        for shape in cuts(rows)
+        for rows in options.rows
+        for at in range(len(list(FORMS[name].candidates(rows))))
+        if not options.chosen
     ]
-    lost: set[tuple[Form, Shape]] = set()
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        for (form, _, shape), error in zip(
-            asked, pool.map(compile_one, *zip(*asked, strict=True)), strict=True
-        ):
+    lost, failed = set[tuple[str, int, int]](), 0
+    with ProcessPoolExecutor(
+        1 if is_cpu else options.processes, mp_context=get_context("spawn")
+    ) as pool:
+        for one, error in zip(asked, pool.map(try_one, *zip(*asked, strict=True)), strict=True):
             if error:
-                lost.add((form, shape))
-                print(f"left out: {form} {error}")
-    print(f"{len(asked)} cuts compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    for outputs, inputs in SHAPES:
-        for rows in options.rows:
-            report_plain(rows, outputs, inputs)
-    for name in options.forms:
-        form = FORMS[name]
-        for outputs, inputs in SHAPES:
-            first = weight_of(form, outputs, inputs)
-            count = CACHE_BYTES // first.size_bytes + 1
-            weights = [first, *(weight_of(form, outputs, inputs) for _ in range(count))]
-            for rows in options.rows:
-                if time.perf_counter() - began > options.seconds:
-                    print("out of time")
-                    return 1
-                report(name, rows, weights, {shape for mine, shape in lost if mine == form})
-    return 0
+                lost.add(one[:3])
+                is_wrong = error.startswith("wrong")
+                failed += is_wrong
+                candidate = list(FORMS[one[0]].candidates(one[1]))[one[2]]
+                print(f"{one[0]}, {one[1]} rows, {candidate.name} {candidate.shape}: {error}")
+    print(f"{len(asked)} candidates tried in {time.perf_counter() - began:.0f} s", flush=True)
+    if not is_cpu:
+        failed += time_all(options, lost)
+    return min(failed, 1)
 
 
 if __name__ == "__main__":

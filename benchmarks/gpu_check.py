@@ -48,19 +48,25 @@ def _tests(*names: str) -> str:
 
 
 CHECK, FAMILIES = "-m benchmarks.cuda_check", "-m benchmarks.cuda_families"
-SERVING = "-m benchmarks.cuda_serving"
+SERVING, ATTENTION = "-m benchmarks.cuda_serving", "-m benchmarks.cuda_attention"
 ON_CPU = "--device cpu --small"
 PARTS = {
     "kernels": Part(_tests("kernels", "adapters", "latent"), 120),
-    "product kernels": Part(_tests("products", "experts"), 120),
+    "product kernels": Part(_tests("products", "fp8", "experts"), 120),
     "state kernels": Part(_tests("state", "families"), 120),
     "tokens": Part(f"{CHECK} --parts tokens", 150, ON_CPU),
     "families": Part(FAMILIES, 120, ON_CPU),
     "pages": Part(f"{CHECK} --parts pages", 120, ON_CPU),
     "adapters": Part(f"{CHECK} --parts adapters", 120, ON_CPU),
+    "ranks": Part("-m benchmarks.cuda_ranks --parts nccl processes", 120),
+    "sums of ranks": Part("-m benchmarks.cuda_ranks --parts streams", 90, is_timed=True),
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
     ),
+    "products": Part("-m benchmarks.cuda_products", 90, is_timed=True),
+    "attention": Part(f"{ATTENTION} --parts check", 120, ON_CPU),
+    "attention speed": Part(f"{ATTENTION} --parts speed", 90, ON_CPU, is_timed=True),
+    "attention on hopper": Part(f"{ATTENTION} --parts hopper", 60, ON_CPU, is_timed=True),
     "graphs": Part("-m benchmarks.cuda_graphs", 120, ON_CPU, is_timed=True),
     "prompts": Part(f"{SERVING} --parts prompts", 90, ON_CPU, is_timed=True),
     "serving": Part(f"{SERVING} --parts serving", 120, ON_CPU, is_timed=True),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.base.errors import ConfigError
+from banyan.base.errors import BanyanError, ConfigError
 from banyan.cli.main import main
 from banyan.config.cli import parse
 from banyan.config.env import Environment
@@ -147,3 +147,19 @@ def test_notes_are_shown_whatever_the_level(
     shown = capsys.readouterr().err
     assert shown.count("--enable-p2p-check is accepted but has no effect") == 1
     assert "--context-length 99,999,999 is more" in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--tp 2", "--pp 2", "--dp 2", "--base-gpu-id 1", "--tp 2 --dp 2 --enable-dp-attention"],
+)
+def test_ranks_without_a_gpu_are_refused_before_anything_is_opened(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banyan.config.devices.num_gpus", lambda visible: 1)
+    config = parse([NOWHERE, "--device", "cuda", *words.split()], Environment())
+    with pytest.raises(ConfigError, match="take GPUs up to number 1, and it has 1 from 0 on"):
+        prepare(config, Environment())
+    monkeypatch.setattr("banyan.config.devices.num_gpus", lambda visible: None)
+    with pytest.raises(BanyanError, match="no-such-model"):
+        prepare(config, Environment())

@@ -11,6 +11,7 @@ import signal
 import stat
 from importlib.metadata import version
 from ipaddress import ip_address
+from pathlib import Path
 from typing import BinaryIO
 
 from banyan.base.errors import ConfigError
@@ -113,6 +114,26 @@ def is_loopback(host: str) -> bool:
 
 _CUDA_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
 """Files of drivers whose devices torch calls CUDA: NVIDIA's, the one of WSL 2, Tegra's, AMD's."""
+
+
+def num_gpus(visible: str | None, folder: Path = Path("/dev")) -> int | None:
+    """Number of NVIDIA GPUs that this process may use; None = it is not known before the driver is
+    asked.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES. A number that no device has ends the list.
+    """
+    here = sum(path.name.removeprefix("nvidia").isdecimal() for path in folder.glob("nvidia*"))
+    if not here or visible is None:
+        return here or None
+    count = 0
+    for name in map(str.strip, visible.split(",")):
+        if name.startswith("MIG"):
+            return 1  # a process uses one part of a GPU
+        if not (name.startswith("GPU") or (name.isdecimal() and int(name) < here)):
+            break
+        count += 1
+    return count
 
 
 def has_cuda_driver() -> bool:

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from banyan.base.os import has_cuda_driver
+from banyan.base.errors import ConfigError
+from banyan.base.os import has_cuda_driver, num_gpus
 from banyan.base.table import Table
 from banyan.config.env import Environment
 from banyan.config.schema import Config
@@ -37,6 +38,7 @@ class DeviceFacts:
         torch_sampler: torch can sample next to the device's own kernel.
         attention: the attention backend of this device alone; "" = none has its name.
         host_tier: None = its pages cannot lie in memory of the host as well.
+        rounds_to: methods of checkpoints that --quantization applies to float weights too.
         chip: the chip of this machine in `config/flags/outcomes.tsv`; None = the device's name.
         is_here: whether this machine has such a device.
         variables: environment variables of its documents; Environment has their outcomes.
@@ -52,10 +54,29 @@ class DeviceFacts:
     torch_sampler: bool = False
     attention: str = ""
     host_tier: HostTierFacts | None = None
+    rounds_to: tuple[str, ...] = ()
     variables: Collection[str] = ()
     check_start: Callable[[Config, str, Environment], None] | None = None
     chip: Callable[[Environment], str] | None = None
     is_here: Callable[[Environment], bool] | None = None
+
+
+def _check_gpus(config: Config, folder: str, environment: Environment) -> None:
+    """Refuse ranks without a GPU of their own, where the number of GPUs is known.
+
+    Raises:
+        ConfigError: a rank's GPU does not exist.
+    """
+    parallel, device = config.parallel, config.device
+    ranks = -(-parallel.world // parallel.rank_nodes) * parallel.local_replicas
+    last = device.first_number + (ranks - 1) * device.number_step
+    found = num_gpus(environment.visible_gpus)
+    if found is not None and last >= found:
+        raise ConfigError(
+            f"--device cuda: the ranks of this machine take GPUs up to number {last}, and it has "
+            f"{found} from 0 on",
+            hint="lower --tp, --pp, --dp, --base-gpu-id or --gpu-id-step",
+        )
 
 
 AUTO = DeviceFacts(is_open=True, compiles_kernels=True, drafts_trees=True, torch_sampler=True)
@@ -63,7 +84,9 @@ CPU = DeviceFacts(is_host=True, compiles_kernels=True, drafts_trees=True, torch_
 CUDA = DeviceFacts(
     has_graphs=True,
     torch_sampler=True,
+    check_start=_check_gpus,
     host_tier=HostTierFacts(("kernel", "direct"), ("page_first_direct", "page_first")),
+    rounds_to=("fp8",),
 )
 DEVICES: Table[DeviceFacts] = Table(
     "device",
@@ -101,3 +124,9 @@ def outcome_device(config: Config, environment: Environment) -> str:
     if not facts_of(config).is_open:
         return config.device.name
     return "cuda" if has_cuda_driver() else "cpu"
+
+
+def rounded_methods(config: Config, environment: Environment) -> tuple[str, ...]:
+    """`DeviceFacts.rounds_to` of the device of a start."""
+    name = outcome_device(config, environment)
+    return DEVICES.load(name).rounds_to if name in DEVICES else facts_of(config).rounds_to

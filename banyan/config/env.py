@@ -62,6 +62,8 @@ class Environment:
         dist_secret: what the nodes of one replica have in common.
         npu: how an Ascend NPU is opened.
         launch: name -> text of the variables that rules for Ascend NPUs are about.
+        visible_gpus: numbers or names of the CUDA devices that this process may use, separated by
+            commas; None = all.
         hf_cache: folder of the hub cache, "" = the library's own choice.
         notes: a line for each variable that is set and has no effect.
         refusals: a line for each variable that must not be ignored.
@@ -78,6 +80,7 @@ class Environment:
     allow_longer_context: bool = False
     npu: NpuWishes = NpuWishes()
     launch: Mapping[str, str] = field(default_factory=dict[str, str])
+    visible_gpus: str | None = None
     notes: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
     npu_notes: tuple[str, ...] = ()
@@ -138,6 +141,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             is_on("SGLANG_NPU_USE_MLAPO"),
             is_on("SGLANG_USE_FIA_NZ"),
         ),
+        visible_gpus=given.get("CUDA_VISIBLE_DEVICES"),
         launch=launch | ({_STORE: store} if store else {}),
         notes=notes_on(given),
         refusals=refusals_of(given),

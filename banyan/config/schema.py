@@ -253,7 +253,9 @@ class ParallelConfig:
     port: int = 0
     """Port where the ranks of one machine meet; 0 = they meet at a file."""
     avoids_own_collectives: bool = False
-    """Ranks of a CPU exchange through gloo instead of shared memory."""
+    """Ranks exchange through gloo or NCCL alone instead of shared memory."""
+    checks_peers: bool = False
+    """Known sums show at the start whether GPUs reach each other's memory."""
     whole_experts: bool = False
     """--enable-ep-moe: `ep` becomes `tp` for models with experts."""
     load_balance: str = "round_robin"
@@ -337,6 +339,8 @@ class DeviceConfig:
     """Phase in which torch attends, for `config/rules/execution.py`: "prefill", "decode" or ""."""
     sampling: str = ""
     """"pytorch" = tokens are sampled by torch."""
+    fp8_backend: str = "auto"
+    """What multiplies 8-bit floats on CUDA: "triton", "cutlass" (torch) or "auto"."""
     exact_head: bool = False
     """Compute logits from fp32 activations."""
     is_deterministic: bool = False

@@ -170,6 +170,7 @@ def open_model(
             slot_bytes=slot_bytes(config, model_config),
             has_exchange=bool(exchanged),
             interface=parallel.interface,
+            checks_peers=parallel.checks_peers,
         )
     )
     if parallel.world > 1 or parallel.uses_dp_attention:
@@ -231,7 +232,7 @@ def open_model(
 
 def _collectives_of(config: Config, traits: Traits) -> tuple[str, ...]:
     """Collective libraries, best first; --disable-custom-all-reduce leaves our own out."""
-    own = ("shared",) if config.parallel.avoids_own_collectives else ()
+    own = ("shared", "peer memory") if config.parallel.avoids_own_collectives else ()
     return tuple(name for name in traits.collectives if name not in own)
 
 
@@ -295,6 +296,7 @@ def _open_toolkit(
         "quantization": model.quantization,
         "cpu-compiler": config.device.compiler,
         "cpu-isa": config.device.isa,
+        "fp8-gemm-backend": config.device.fp8_backend.removeprefix("auto"),
         "fuseep-mode": str(fused_mode(config) or ""),
     }
     return open_toolkit(traits.name, threads, {k: v for k, v in options.items() if v})
@@ -429,14 +431,14 @@ def _check_the_device(config: Config, model_config: ModelConfig, traits: Traits)
         check_drafts(config.speculative, traits, model_config)
     if parallel.uses_dp_attention and not traits.shares_steps:
         raise ConfigError(
-            "--enable-dp-attention: replicas share feed-forward blocks on CPUs and Ascend NPUs "
-            f"only, this is {traits.name}",
+            "--enable-dp-attention: replicas share feed-forward blocks on CPUs, CUDA devices and "
+            f"Ascend NPUs only, this is {traits.name}",
             hint="leave the flag out; --data-parallel-size starts independent replicas",
         )
     if parallel.cp > 1 and not traits.shares_steps:
         raise ConfigError(
-            f"--attn-cp-size {parallel.cp}: prompts are divided among ranks on CPUs and Ascend "
-            f"NPUs only, this is {traits.name}",
+            f"--attn-cp-size {parallel.cp}: prompts are divided among ranks on CPUs, CUDA devices "
+            f"and Ascend NPUs only, this is {traits.name}",
             hint="leave it out; --tensor-parallel-size cuts the heads",
         )
     if sends_rows(config) and (not traits.is_host or is_fused(config)):
@@ -561,10 +563,10 @@ def check_dispatch(config: Config, model_config: ModelConfig, traits: Traits) ->
     if not traits.shares_steps:
         raise ConfigError(
             f"--moe-a2a-backend {config.experts.a2a}: rows go to the ranks of their experts on "
-            f"CPUs and Ascend NPUs only, this is {traits.name}",
+            f"CPUs, CUDA devices and Ascend NPUs only, this is {traits.name}",
             hint="leave it out",
         )
-    if mode == "normal":
+    if mode == "normal" or (mode == "auto" and traits.dispatch is None):
         return
     if traits.dispatch is None:
         raise ConfigError(

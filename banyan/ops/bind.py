@@ -28,7 +28,7 @@ from banyan.ops.api import (
     PrologueShape,
     Recorder,
 )
-from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+from banyan.ops.stored import E4M3_DYNAMIC, STORAGE_TYPES, StoredWeight
 
 log = logger(__name__)
 
@@ -294,9 +294,11 @@ class BoundOps:
         return next((c.plain_pages for c in self.choices if c.label == op), None)
 
     @property
-    def rounds_as_asked(self) -> bool:
-        """Whether products round activations to 8 bits if the checkpoint requires it."""
-        return any(c.rounds for c in self.choices if c.label == f"linear[{STATIC}]")
+    def rounded_types(self) -> list[str]:
+        """Storage types of checkpoints that require activations of 8 bits, where products round
+        them so."""
+        served = {c.label for c in self.choices if c.rounds}
+        return [name for name in (STATIC, E4M3_DYNAMIC) if f"linear[{name}]" in served]
 
     @property
     def kept_types(self) -> list[str]:

@@ -43,6 +43,8 @@ def _float(dtype: torch.dtype) -> StorageType:
 
 E4M3 = "E4M3"
 """8-bit floats: 32 values of an output, followed by their fp32 scale; no value is NaN."""
+E4M3_DYNAMIC = "E4M3_DYNAMIC"
+"""The same; the checkpoint asks for activations that are rounded to 8-bit floats as well."""
 STORAGE_TYPES = {
     "F32": _float(torch.float32),
     "F16": _float(torch.float16),
@@ -70,6 +72,7 @@ STORAGE_TYPES = {
     "TQ1_0": StorageType(SUPER_BLOCK, 54, grids.tq1_0),
     "TQ2_0": StorageType(SUPER_BLOCK, 66, grids.tq2_0),
     E4M3: StorageType(BLOCK, BLOCK + 4, blocks.e4m3),
+    E4M3_DYNAMIC: StorageType(BLOCK, BLOCK + 4, blocks.e4m3),
     **{
         name: StorageType(BLOCK, size, activation_quant.unpack)
         for name, size in activation_quant.SIZES.items()

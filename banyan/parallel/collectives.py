@@ -128,6 +128,7 @@ class Rendezvous:
         interface: network interface that a rank listens on; "" = the one that reaches the others.
         is_exchange: only operators of the device use the group.
         slot_bytes: bytes that a rank can offer to the others at once; 0 = the library's default.
+        checks_peers: known sums show whether devices really reach each other's memory.
     """
 
     rank: int
@@ -140,6 +141,7 @@ class Rendezvous:
     slot_bytes: int = 0
     is_exchange: bool = False
     interface: str = ""
+    checks_peers: bool = False
 
     @property
     def path(self) -> str:
@@ -176,6 +178,8 @@ COLLECTIVES: Table[Transport] = Table(
     {
         "shared": "banyan.parallel.shared:SHARED",
         "gloo": "banyan.parallel.process_group:GLOO",
+        "peer memory": "banyan.parallel.nccl:PEER_MEMORY",
+        "nccl": "banyan.parallel.nccl:NCCL",
         "hccl": "banyan.ascend.hccl:HCCL",
     },
     "banyan.collectives",

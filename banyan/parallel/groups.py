@@ -307,6 +307,7 @@ class GroupsConfig:
         slot_bytes: bytes that a rank can offer to the others at once; 0 = the library's default.
         has_exchange: operators of the device exchange the rows of experts.
         interface: network interface that a rank listens on; "" = the one that reaches the others.
+        checks_peers: known sums show whether devices really reach each other's memory.
     """
 
     rank: int
@@ -327,6 +328,7 @@ class GroupsConfig:
     slot_bytes: int = 0
     has_exchange: bool = False
     interface: str = ""
+    checks_peers: bool = False
 
 
 def open_groups(config: GroupsConfig) -> Groups:
@@ -399,6 +401,7 @@ def _meet(
         config.slot_bytes,
         is_exchange,
         config.interface,
+        config.checks_peers,
     )
     return Group(rank, size, open_collectives(rendezvous, config.libraries))
 

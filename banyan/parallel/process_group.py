@@ -65,7 +65,7 @@ class GroupCollectives:
 
     def all_reduce(self, x: Tensor) -> None:
         # The order of additions in the library's all-reduce depends on the size of x.
-        x.copy_(_sum(self._parts(x)))
+        x.copy_(in_order(self._parts(x)))
 
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
         missing = -(-columns // self._size) - x.shape[1]
@@ -73,7 +73,7 @@ class GroupCollectives:
         return torch.cat(self._parts(whole), dim=1)[:, :columns]
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return _sum([part.chunk(self._size, 1)[self._rank] for part in self._parts(x)])
+        return in_order([part.chunk(self._size, 1)[self._rank] for part in self._parts(x)])
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return torch.cat([part.chunk(self._size, 1)[self._rank] for part in self._parts(x)], dim=1)
@@ -86,10 +86,10 @@ class GroupCollectives:
         return torch.cat([part[:n] for part, n in zip(parts, given, strict=True)])
 
     def reduce_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
-        return _sum([part[_mine(rows)] for part in self._parts(x)])
+        return in_order([part[mine_of(rows)] for part in self._parts(x)])
 
     def gather_columns(self, x: Tensor, columns: int, rows: Tensor, count: int) -> Tensor:
-        return self.all_gather(x, columns)[_mine(rows)]
+        return self.all_gather(x, columns)[mine_of(rows)]
 
     def dispatch_rows(self, x: Tensor, places: Tensor, of_rank: int, rows: Tensor) -> Tensor:
         given = rows[2:].tolist()
@@ -111,7 +111,7 @@ class GroupCollectives:
         is_apart: bool,
     ) -> Tensor:
         all_rows = torch.tensor([0, len(x)]) if rows is None else rows[:2]
-        owned = [_mine(part) for part in self._parts(all_rows.view(1, 2).to(x.device))]
+        owned = [mine_of(part) for part in self._parts(all_rows.view(1, 2).to(x.device))]
         if is_apart:
             pairs, ranks = x.unflatten(1, (places.shape[1], -1)), places // of_rank
             has = torch.stack([ranks == r for r in range(self._size)])
@@ -179,7 +179,8 @@ class GroupCollectives:
             self._check(name, x)
 
 
-def _mine(rows: Tensor) -> slice:
+def mine_of(rows: Tensor) -> slice:
+    """This rank's rows, from a table of `DPAttentionRows` on the host."""
     first, count = rows.flatten()[:2].tolist()
     return slice(first, first + count)
 
@@ -190,8 +191,8 @@ def _ranks_of(places: Tensor, of_rank: int, size: int) -> Tensor:
     return torch.stack([(ranks == rank).any(1) for rank in range(size)])
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
-    """The sum in fp32, rounded once."""
+def in_order(parts: list[Tensor]) -> Tensor:
+    """The sum in fp32 in the order of the parts, rounded once."""
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part

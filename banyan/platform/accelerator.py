@@ -97,7 +97,9 @@ class Accelerator:
 
     @property
     def size_gib(self) -> float:
-        return self._library.get_device_properties(0).total_memory / (1 << 30)
+        """Memory of the smallest device, so that ranks on unequal ones have the same defaults."""
+        numbers = range(self._library.device_count())
+        return min(self._library.get_device_properties(n).total_memory for n in numbers) / (1 << 30)
 
     def stream(self) -> AbstractContextManager[object]:
         return self._library.stream(self._stream)

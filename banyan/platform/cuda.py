@@ -47,7 +47,7 @@ class CudaPlatform(Accelerator):
         traits = Traits(
             name="cuda",
             torch_device="cuda",
-            collectives=("nccl",),
+            collectives=("peer memory", "nccl"),
             dtypes=("bfloat16", "float16", "float32"),
             page_sizes=(64, 16, 32, 128),
             async_launch=True,
@@ -57,9 +57,12 @@ class CudaPlatform(Accelerator):
             programs=BY_SHAPE,
             verified=16,
             moves_pages=True,
+            shares_steps=True,
             stacks_adapters=True,
         )
-        super().__init__(torch.cuda, traits, Graphs(torch.cuda.CUDAGraph, _Captured))
+        # NCCL's threads look at its events while this one captures.
+        mode = {"capture_error_mode": "thread_local"}
+        super().__init__(torch.cuda, traits, Graphs(torch.cuda.CUDAGraph, _Captured, mode))
 
     def ranges(self) -> Ranges:
         return NvtxRanges()

@@ -31,7 +31,7 @@ Routes = list[Route[RouterState]]
 
 _GENERATED: tuple[tuple[Dialect, tuple[str, ...], tuple[str, ...]], ...] = (
     (OPENAI, _POST, ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/invocations")),
-    (OPENAI, _POST, ("/v1/classify", "/v1/score", "/vertex_generate")),
+    (OPENAI, _POST, ("/v1/classify", "/v1/score", "/v2/rerank", "/rerank", "/vertex_generate")),
     (OPENAI, _POST, ("/v1/audio/transcriptions", "/v1/audio/translations")),
     (OPENAI, _PUT, ("/generate", "/encode", "/classify", "/v1/rerank")),
     (ANTHROPIC, _POST, ("/v1/messages",)),

@@ -264,6 +264,16 @@ def _embedding_routes() -> list[Route]:
             about="Rank documents by relevance",
             body=Body(scores.RerankRequest),
         ),
+        *(
+            Route(
+                path,
+                _POST,
+                scores.rerank_results,
+                about="Rank documents by relevance (Cohere, Jina)",
+                body=Body(scores.RerankRequest),
+            )
+            for path in ("/v2/rerank", "/rerank")
+        ),
     ]
 
 

@@ -1,11 +1,12 @@
-"""/v1/score and /v1/rerank: score items against a query.
+"""/v1/score and the rerank routes: score items against a query.
 
 A causal model gives the probability of label tokens after query and item; a classifier gives the
-scores of its classes for the pair.
+scores of its classes for the pair. A chat model ranks documents by how likely it says yes.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
 from banyan.messages.sampling_params import SamplingParams
@@ -41,7 +42,13 @@ from banyan.server.embeddings import (
 )
 from banyan.server.errors import Json
 from banyan.server.http.exchange import HttpExchange
-from banyan.server.openai.prompts import check_count, checked_ids, text_ids
+from banyan.server.openai.prompts import (
+    Conversation,
+    chat_ids,
+    check_count,
+    checked_ids,
+    text_ids,
+)
 from banyan.server.openai.schema import typed
 from banyan.server.state import ServerState, Service
 from banyan.tokenizer.stop_strings import TextOptions
@@ -102,48 +109,142 @@ async def score(exchange: HttpExchange, state: ServerState) -> None:
 
 
 async def rerank(exchange: HttpExchange, state: ServerState) -> None:
-    """Documents by the score that a cross-encoder gives them with the query, best first."""
-    service = state.admit_to_queue(exchange.context.id)
+    """Documents by their score with the query, best first, in SGLang's form."""
+    request, _, ranked = await _ranked(exchange, state)
+    entries: list[Json] = [
+        {
+            "score": one.score,
+            "document": request.documents[one.index] if request.return_documents else None,
+            "index": one.index,
+            "meta_info": {"id": exchange.context.id, "prompt_tokens": one.prompt_tokens},
+        }
+        for one in ranked[: request.top_n]
+    ]
+    await exchange.json(entries)
 
-    def read(raw: Json) -> tuple[RerankRequest, list[RequestSpec]]:
+
+async def rerank_results(exchange: HttpExchange, state: ServerState) -> None:
+    """The same in the form of Cohere and Jina."""
+    request, model, ranked = await _ranked(exchange, state, returns_documents=False)
+    results: list[Json] = [
+        {
+            "index": one.index,
+            "relevance_score": one.score,
+            **(
+                {"document": {"text": request.documents[one.index]}}
+                if request.return_documents
+                else {}
+            ),
+        }
+        for one in ranked[: request.top_n]
+    ]
+    total = sum(one.prompt_tokens for one in ranked)
+    await exchange.json(
+        {
+            "id": exchange.context.id,
+            "model": model,
+            "results": results,
+            "usage": {"prompt_tokens": total, "total_tokens": total},
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+        }
+    )
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """A document: its index, its score and the tokens that were read."""
+
+    index: int
+    score: float
+    prompt_tokens: int
+
+
+async def _ranked(
+    exchange: HttpExchange, state: ServerState, returns_documents: bool = True
+) -> tuple[RerankRequest, str, list[_Ranked]]:
+    """The request, the model's name and all documents, best first.
+
+    A cross-encoder scores each pair; a chat model says yes or no.
+
+    Args:
+        returns_documents: documents are in the answer if the request does not say.
+    """
+    service = state.admit_to_queue(exchange.context.id)
+    judges = not service.model_config.labels and not service.limits.is_embedding
+
+    def read(raw: Json) -> tuple[RerankRequest, str, list[RequestSpec]]:
         refuse_fields(raw, _RERANK_FIELDS, exchange.context)
-        request = typed(raw, RerankRequest)
+        request = typed({"return_documents": returns_documents, **raw}, RerankRequest)
         if not request.query or not request.documents or not all(request.documents):
             raise RequestError("query and documents cannot be empty.", param="documents")
         if request.top_n is not None and request.top_n < 1:
             raise RequestError(f"top_n must be at least 1, got {request.top_n}.", param="top_n")
+        check_count(len(request.documents), service, "documents", "documents")
+        asked = exchange.context, state, request
+        model, adapters = model_and_adapters_of(*asked, len(request.documents))
+        if judges:
+            return request, model, _for_judge(exchange.context, service, request, adapters)
         if request.instruct:
-            raise RequestError("instruct is not available in this build", param="instruct")
+            raise RequestError("A cross-encoder takes no instruction", param="instruct")
         if len(labels := labels_of(service)) != 1:
             raise RequestError(
                 f"A reranker scores one class, this model has {len(labels)}",
                 code="not_a_reranker",
                 hint="Use /v1/classify or /v1/score.",
             )
-        check_count(len(request.documents), service, "documents", "documents")
         pairs = [(request.query, document) for document in request.documents]
-        _, adapters = model_and_adapters_of(exchange.context, state, request, len(pairs))
-        return request, vector_specs(
-            exchange.context, state, service, request, pairs, "rerank", adapters
-        )
+        specs = vector_specs(exchange.context, state, service, request, pairs, "rerank", adapters)
+        return request, model, specs
 
-    request, requests = await exchange.request.read(read)
-    found = await vectors_of(exchange.context, state, service, requests)
-    scores = [sigmoid(vector.values[0]) for vector in found]
-    ranked = sorted(range(len(found)), key=lambda index: (-scores[index], index))
-    entries: list[Json] = [
-        {
-            "score": scores[index],
-            "document": request.documents[index] if request.return_documents else None,
-            "index": index,
-            "meta_info": {
-                "id": exchange.context.id,
-                "prompt_tokens": found[index].usage.prompt_tokens,
-            },
-        }
-        for index in ranked[: request.top_n]
-    ]
-    await exchange.json(entries)
+    request, model, requests = await exchange.request.read(read)
+    if judges:
+        with state.open.holding(requests, exchange.context.tenant):
+            chunks = await collect(service.generator, requests)
+        found = [(softmax(_picked(chunk))[0], chunk.usage.prompt_tokens) for chunk in chunks]
+    else:
+        vectors = await vectors_of(exchange.context, state, service, requests)
+        found = [(sigmoid(v.values[0]), v.usage.prompt_tokens) for v in vectors]
+    order = sorted(range(len(found)), key=lambda index: (-found[index][0], index))
+    return request, model, [_Ranked(index, *found[index]) for index in order]
+
+
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
+"""The prompt that Qwen3-Reranker was trained with, and its default instruction."""
+
+
+def _for_judge(
+    context: RequestContext, service: Service, request: RerankRequest, adapters: Sequence[str]
+) -> list[RequestSpec]:
+    """One request for the probabilities of "yes" and "no" about each document."""
+    template = service.chat.template if service.chat else None
+    options: Json = {}
+    if template and "enable_thinking" in template.variables:
+        options["enable_thinking"] = False
+    labels = tuple(
+        text_ids(service, [word], add_special_tokens=False)[0][0] for word in ("yes", "no")
+    )
+    parsed = ParsedSampling(SamplingParams(max_new_tokens=1), TextOptions())
+    specs: list[PromptSpec] = []
+    total = 0
+    for document, adapter in zip(request.documents, adapters, strict=True):
+        asked = (
+            f"<Instruct>: {request.instruct or INSTRUCT}\n<Query>: {request.query}\n"
+            f"<Document>: {document}"
+        )
+        messages: list[Json] = [
+            {"role": "system", "content": JUDGE},
+            {"role": "user", "content": asked},
+        ]
+        tokens = chat_ids(context, service, Conversation(messages, options)).ids
+        _check_length(tokens, service)
+        total += len(tokens)
+        check_total(total, service.limits)
+        specs.append(PromptSpec(tokens, parsed, ScoreOptions(len(tokens), 0, labels), adapter))
+    return build_specs(context, Fields(shared_fields(context, request), len(specs)), specs, "score")
 
 
 def _for_classes(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import BanyanError
-from banyan.base.os import open_regular, read_whole
+from banyan.base.os import num_gpus, open_regular, read_whole
 from banyan.lora.adapter_files import read_adapter
 from banyan.model_config.checkpoint import read_model_config
 from banyan.tokenizer.load import load_tokenizer
@@ -65,3 +65,19 @@ def test_a_file_of_an_adapter_that_is_none_is_refused(
     make(tmp_path / name)
     with pytest.raises(BanyanError, match=name):
         read_adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        *((None, 4), ("", 0), ("2", 1), ("3, 0", 2), ("0,4,1", 1), ("-1", 0), (f"{1 << 64}", 0)),
+        *(("GPU-8932f937,GPU-1", 2), ("MIG-8932f937,MIG-1", 1)),
+    ],
+)
+def test_the_gpus_that_a_process_may_use_are_counted(
+    tmp_path: Path, visible: str | None, count: int
+) -> None:
+    assert num_gpus(visible, tmp_path) is None
+    for name in ("nvidia0", "nvidia1", "nvidia3", "nvidia5", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert num_gpus(visible, tmp_path) == count

@@ -7,7 +7,14 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare, resolve
-from banyan.config.schema import Config, LoadConfig, ParallelConfig, ScheduleConfig, ServerConfig
+from banyan.config.schema import (
+    Config,
+    DeviceConfig,
+    LoadConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    ServerConfig,
+)
 from banyan.model_config.model_config import QuantFacts
 from banyan.model_config.quantization import form_of
 from tests.support.checkpoints import LLAMA, folder
@@ -98,6 +105,27 @@ def test_only_float_weights_are_rounded(
         return
     with pytest.raises(ConfigError, match=becomes):
         resolve(config, model_config, Environment())
+
+
+@pytest.mark.parametrize(
+    ("facts", "becomes"),
+    [
+        ({"dtype": "bfloat16"}, "fp8"),
+        ({"dtype": "bfloat16", "quant": QuantFacts("fp8", "{}")}, ""),
+        ({"dtype": "bfloat16", "quant": QuantFacts("modelopt", "{}")}, "weights are modelopt"),
+        ({"format": "gguf", "dtype": "q4_1"}, "weights are q4_1, and cannot be converted"),
+    ],
+)
+def test_float_weights_are_rounded_to_fp8_on_cuda(facts: dict[str, object], becomes: str) -> None:
+    config = Config(
+        model=LoadConfig(source="m", quantization="fp8"), device=DeviceConfig(name="cuda")
+    )
+    if " " not in becomes:
+        resolved = resolve(config, replace(MODEL_CONFIG, **facts), Environment())
+        assert resolved.model.quantization == becomes
+        return
+    with pytest.raises(ConfigError, match=becomes):
+        resolve(config, replace(MODEL_CONFIG, **facts), Environment())
 
 
 @pytest.mark.parametrize(("wanted", "lines"), [("fp8", 0), ("w8a8_fp8", 1)])

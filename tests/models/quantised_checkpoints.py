@@ -1,6 +1,7 @@
 """Tiny checkpoints whose weights are of a quantised form."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -57,9 +58,9 @@ def quantised(name: str, folder: Path, variant: str = "qwen2", **sizes):
     return reference, meant
 
 
-def restore(folder: Path):
+def restore(folder: Path, rounded: Sequence[str] = ()):
     model_config = read_model_config(str(folder))
-    method = open_method(model_config.quant, "here")
+    method = open_method(model_config.quant, "here", rounded)
     return dict(
         restored(
             read_tensors(model_config),

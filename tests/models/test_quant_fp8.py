@@ -7,9 +7,11 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import ModelError
 from banyan.model_config.checkpoint import read_model_config
 from banyan.models.weights.loader import tensors_of
-from banyan.models.weights.quant.fp8 import Fp8, plain
+from banyan.models.weights.quant import open_method
+from banyan.models.weights.quant.fp8 import STATIC_REMARK, Fp8, plain
+from banyan.ops.activation_quant import STATIC
 from banyan.ops.bind import bind, open_toolkit
-from banyan.ops.stored import RawTensor, StoredWeight
+from banyan.ops.stored import E4M3_DYNAMIC, RawTensor, StoredWeight
 from tests.models.families import rewrite_config, tiny
 from tests.models.quantised import FORMS, Form, by_block
 from tests.models.quantised_checkpoints import quantised, restore
@@ -103,6 +105,35 @@ def test_a_model_in_fp8_keeps_8_bits_and_gives_the_logits_of_these_weights(
             assert mine.type == "E4M3"
             total += compiled.pack_linear(mine)(x[:, first : first + wide].contiguous())
         torch.testing.assert_close(total, x @ values.T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "type", "remark"),
+    [
+        ("fp8 by output", E4M3_DYNAMIC, ""),
+        ("fp8 by tensor", E4M3_DYNAMIC, STATIC_REMARK),
+        ("fp8 by powers of two", "E4M3", ""),
+        ("compressed-tensors fp8", E4M3_DYNAMIC, ""),
+        ("compressed-tensors fp8, groups", E4M3_DYNAMIC, ""),
+        ("modelopt fp8", E4M3_DYNAMIC, STATIC_REMARK),
+        ("modelopt fp8 in blocks", "E4M3", STATIC_REMARK),
+        ("quark fp8 by output", "E4M3", ""),
+    ],
+)
+def test_activations_are_rounded_where_the_device_can_and_the_checkpoint_asks_for_it(
+    name, type, remark, tmp_path
+):
+    _, meant = quantised(name, tmp_path)
+    model_config = read_model_config(str(tmp_path))
+    assert model_config.quant is not None
+    method = open_method(model_config.quant, "here", [E4M3_DYNAMIC])
+    assert method.remark == remark
+    kept = restore(tmp_path, [E4M3_DYNAMIC])
+    assert {kept[weight].type for weight in meant} == {type}
+    weight = kept[next(iter(meant))]
+    assert torch.equal(plain(weight).dense, weight.dense.bfloat16())
+    others = restore(tmp_path, [STATIC])
+    assert {others[weight].type for weight in meant} == {"E4M3"}
 
 
 def test_stacks_of_experts_in_fp8_keep_8_bits(compiled, paged, tmp_path):

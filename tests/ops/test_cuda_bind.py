@@ -9,17 +9,19 @@ from banyan.base.errors import ConfigError
 from banyan.engine.model_loader import check_the_rounding
 from banyan.model_config.model_config import ExpertFacts
 from banyan.ops import bind
-from banyan.ops.cuda import needs
+from banyan.ops.cuda import fp8, needs
+from banyan.ops.stored import E4M3, E4M3_DYNAMIC
 from banyan.platform.cpu import CpuPlatform
 from tests.support.configs import MODEL_CONFIG
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
+QUANTISED += [E4M3, E4M3_DYNAMIC]
 
 
-def kernels_of(wishes: dict[str, str]) -> bind.BoundOps:
+def kernels_of(wishes: dict[str, str], exact: bool = False) -> bind.BoundOps:
     toolkit = bind.open_toolkit("cuda", 1, wishes)
     device = torch.device("cuda")
-    ops = bind.bind("cuda", device, torch.bfloat16, frozenset(), 64, toolkit=toolkit)
+    ops = bind.bind("cuda", device, torch.bfloat16, frozenset(), 64, toolkit=toolkit, exact=exact)
     assert isinstance(ops, bind.BoundOps)
     return ops
 
@@ -44,6 +46,48 @@ def test_a_rounding_that_is_asked_for_takes_the_float_weights(monkeypatch):
         assert {found[f"linear[{type}]"] for type in ("F32", "F16", "BF16")} == {"products:linear"}
 
 
+@pytest.mark.parametrize(
+    ("capability", "exact", "kernel"),
+    [
+        ((9, 0), False, "fp8:rounding_linear"),
+        ((8, 9), False, "fp8:rounding_linear"),
+        ((8, 6), False, "fp8:linear"),
+        ((9, 0), True, "fp8:linear"),
+    ],
+)
+def test_activations_are_rounded_to_8_bit_floats_where_asked_for_and_possible(
+    capability, exact, kernel, monkeypatch
+):
+    monkeypatch.setattr(needs, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    ops = kernels_of({}, exact)
+    assert served(ops)[f"linear[{E4M3}]"] == "fp8:linear"
+    assert served(ops)[f"linear[{E4M3_DYNAMIC}]"] == kernel
+    assert ops.rounded_types == ([E4M3_DYNAMIC] if kernel == "fp8:rounding_linear" else [])
+    found = served(kernels_of({"quantization": "fp8"}, exact))
+    assert {found[f"linear[{type}]"] for type in ("F32", "F16", "BF16")} == {kernel}
+
+
+@pytest.mark.parametrize("name", needs.FP8_BACKENDS)
+def test_the_named_backend_multiplies_8_bit_floats(name, monkeypatch):
+    monkeypatch.setattr(needs, "has_triton", lambda: True)
+    toolkit = bind.open_toolkit("cuda", 1, {"fp8-gemm-backend": name})
+    numbers = torch.zeros(128, 64, dtype=torch.float8_e4m3fn, device="meta")
+    scales = torch.ones(1, 128, device="meta")
+    weight = fp8.PackedFloats(128, 64, 64, 1, numbers, scales)
+    assert isinstance(toolkit, needs.CudaToolkit)
+    used = list[str]()
+    monkeypatch.setattr(fp8, "_is_on_cuda", lambda weight: True)
+    monkeypatch.setattr(fp8, "round_rows", lambda x, group=0: (x, x))
+    monkeypatch.setattr(fp8, "product", lambda *args: used.append(needs.TRITON))
+    monkeypatch.setattr(fp8, "vendor_product", lambda *args: used.append(needs.VENDOR))
+    linear = fp8.FloatLinear(weight, torch.bfloat16, True, toolkit.fp8_backend)
+    for rows in (1, 33, 500):
+        linear(torch.empty(rows, 64, device="meta", dtype=torch.bfloat16))
+    assert used == [name] * 3
+
+
 def test_adapters_are_computed_by_triton_where_it_is(monkeypatch):
     for has_it, kernel in ((True, "triton_lora:adapt"), (False, bind.REFERENCE)):
         monkeypatch.setattr(needs, "has_triton", lambda has_it=has_it: has_it)
@@ -52,7 +96,9 @@ def test_adapters_are_computed_by_triton_where_it_is(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wishes", [{"quantization": "q5_0"}, {"cpu-isa": "avx2"}], ids=lambda w: next(iter(w))
+    "wishes",
+    [{"quantization": "q5_0"}, {"cpu-isa": "avx2"}, {"fp8-gemm-backend": "aiter"}],
+    ids=lambda w: next(iter(w)),
 )
 def test_wishes_that_do_not_exist_are_refused(wishes):
     with pytest.raises(ConfigError, match="does not exist on cuda"):
@@ -74,3 +120,13 @@ def test_experts_that_would_not_be_rounded_are_refused():
     check_the_rounding("q4_0", experts, here)
     check_the_rounding("q4_0", replace(MODEL_CONFIG, experts=None), elsewhere)
     check_the_rounding("", experts, elsewhere)
+
+
+@pytest.mark.parametrize(("head_dim", "kernel"), [(80, "triton_attention"), (6, "torch_attention")])
+def test_bytes_are_attended_where_their_scales_are_aligned(monkeypatch, head_dim, kernel):
+    monkeypatch.setattr(needs, "has_triton", lambda: True)
+    sizes = {"head_dim": head_dim, "cache_dtype": torch.int8, "page_size": 64}
+    device = torch.device("cuda")
+    found = bind.bind("cuda", device, torch.bfloat16, frozenset(), **sizes)
+    assert isinstance(found, bind.BoundOps)
+    assert served(found)["paged_attention"] == f"{kernel}:paged_attention"

@@ -1,10 +1,15 @@
 """The Triton kernels compiled for an H100, which needs no device: the interpreter takes what the
 compiler refuses. Needs the package triton (`make test-cuda`)."""
 
+import re
+import subprocess
+import tempfile
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from banyan.ops.cuda import triton_attention
 from tests.ops.triton_device import IS_INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -17,47 +22,97 @@ kernels, lora_kernels, attention_kernels, latent_kernels, sampling_kernels = (
 H100 = import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
 MOST_SHARED = 232_448
 """Bytes of shared memory of a program on an H100."""
-HALF, FLOAT, INT, LONG, EIGHT = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv"
+HALF, FLOAT, INT, LONG, EIGHT, BYTES = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv", "*i8"
 FLOATS = ("scale", "soft_cap", "unit", "inverse", "eps")
 
 
-def compiled(kernel, pointers: dict[str, str], constants: dict[str, object], **options: int):
+def compiled(
+    kernel, pointers: dict[str, str], constants: dict[str, object], source=None, **options: int
+):
     """What a launch would run; arguments that are neither named are int32."""
     types = dict.fromkeys(FLOATS, "fp32") | pointers | dict.fromkeys(constants, "constexpr")
     names = kernel.arg_names
-    source = triton.compiler.ASTSource(
+    found = (source or triton.compiler.ASTSource)(
         fn=kernel,
         signature={name: types.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
-    made = triton.compile(source, target=H100, options=options)
+    made = triton.compile(found, target=H100, options=options)
     assert made.metadata.shared <= MOST_SHARED
     return made
 
 
-@pytest.mark.parametrize("pages", [HALF, EIGHT])
-def test_attention_over_pages(pages):
+def assert_asynchronous(made) -> None:
+    """Its matrix products run next to other work: ptxas says so where it has to serialise them."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(made.asm["ptx"])
+        binary = import_module("triton").knobs.nvidia.ptxas.path
+        command = [binary, "-v", "--gpu-name=sm_90a", str(source), "-o", f"{folder}/kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "wgmma.mma_async" in made.asm["ptx"] and "serialized" not in said
+    assert sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", said)) <= 128
+
+
+def attention_types(pages: str) -> dict[str, str]:
+    scales = FLOAT if pages == BYTES else pages
     tensors = {"q": HALF, "k_pages": pages, "v_pages": pages, "out": HALF, "sinks": FLOAT}
-    tensors |= {"page_tables": INT, "context_lengths": INT}
-    common = {"HAS_CAP": False, "HAS_SINKS": True, "PAGE": 64, "HEAD_DIM": 128, "BLOCK_D": 128}
-    common |= {"GROUP": 4, "KEYS": 128}
-    many = {**common, "PER_BLOCK": 32, "BLOCK": 128}
-    with_starts = {**tensors, "row_starts": INT}
-    compiled(attention_kernels.attend, with_starts, many, num_warps=8, num_stages=2)
-    sums = {"bests": FLOAT, "totals": FLOAT, "results": FLOAT}
+    tensors |= {"page_tables": INT, "context_lengths": INT, "row_starts": INT, "ends": INT}
+    tensors |= dict.fromkeys(("bests", "totals", "results"), FLOAT)
+    return tensors | {"k_scales": scales, "v_scales": scales}
+
+
+@pytest.mark.parametrize("pages", [HALF, EIGHT, BYTES])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_attention_over_pages(pages, head_dim):
+    common = {"HAS_SCALES": pages == BYTES, "HAS_CAP": False, "HAS_SINKS": True, "PAGE": 64}
+    common |= {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "GROUP": 4}
+    kinds, size = attention_types(pages), 128 if head_dim <= 128 else 256
+    in_blocks, apart = triton_attention.MANY[size], triton_attention.MANY_APART[size]
+    ways = [(in_blocks, True), (apart, False)]
+    if pages == BYTES:
+        ways = [(in_blocks if head_dim <= 128 else apart, False)]
+    for tiles, is_tiled in ways:
+        tile = f"tensordesc<{pages[1:]}[{tiles.keys}, {head_dim}]>" if is_tiled else pages
+        many = {"IS_TILED": is_tiled, "HAS_ENDS": False, "PER_BLOCK": tiles.queries // 4}
+        many |= {**common, "BLOCK": tiles.queries, "KEYS": tiles.keys}
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        types = {**kinds, "k_tiles": tile, "v_tiles": tile}
+        made = compiled(attention_kernels.attend, types, many, **options)
+        if is_tiled:
+            if pages == HALF:
+                assert_asynchronous(made)
+            assert "cp.async.bulk.tensor" in made.asm["ptx"]
+    tiles = triton_attention.ONE if head_dim <= 128 else triton_attention.ONE_WIDE
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     for is_split in (False, True):
-        one = {**common, "BLOCK": 16, "PART": 256, "IS_SPLIT": is_split}
-        rows = attention_kernels.attend_rows
-        compiled(rows, tensors | sums, one, num_warps=4, num_stages=3)
+        one = {**common, "BLOCK": 16, "KEYS": tiles.keys, "PART": 256, "IS_SPLIT": is_split}
+        types = {**kinds, "k_tiles": pages, "v_tiles": pages}
+        compiled(attention_kernels.attend_rows, types, {**one, "IS_TILED": False}, **options)
     rest = {name: common[name] for name in ("HAS_SINKS", "HEAD_DIM", "BLOCK_D")}
-    compiled(attention_kernels.merge, tensors | sums, {**rest, "PART": 256}, num_warps=1)
+    compiled(attention_kernels.merge, kinds, {**rest, "PART": 256}, num_warps=1)
 
 
-@pytest.mark.parametrize(("pages", "most"), [(HALF, 0), (EIGHT, 448.0)])
+@pytest.mark.parametrize(("head_dim", "page", "keys"), [(128, 64, 64), (64, 64, 64)])
+def test_attention_with_warps_that_load(head_dim, page, keys):
+    gluon = import_module("triton.experimental.gluon._runtime")
+    layout = import_module("triton.experimental.gluon.language").NVMMASharedLayout(128, 16, 2)
+    tile = f"tensordesc<bf16[{keys}, {head_dim}],{layout!r}>"
+    tensors = {**attention_types(HALF), "k_tiles": tile, "v_tiles": tile}
+    sizes = {"HAS_SINKS": True, "PAGE": page, "HEAD_DIM": head_dim, "GROUP": 4, "PER_BLOCK": 32}
+    sizes |= {"KEYS": keys, "STAGES": triton_attention.MANY_ON_HOPPER.stages}
+    attend = import_module("banyan.ops.cuda.hopper_kernels").attend_on_hopper
+    made = compiled(attend, tensors, sizes, source=gluon.GluonASTSource, num_warps=4)
+    assert_asynchronous(made)
+    assert "setmaxnreg" in made.asm["ptx"]
+
+
+@pytest.mark.parametrize(("pages", "most"), [(HALF, 0), (EIGHT, 448.0), (BYTES, 0)])
 def test_writing_of_pages(pages, most):
     tensors = {"k": HALF, "v": HALF, "k_pages": pages, "v_pages": pages, "locations": LONG}
-    sizes = {"PAGE": 64, "HEAD_DIM": 80, "BLOCK_D": 128, "MOST": most}
-    compiled(kernels.write_pages, tensors, sizes, num_warps=1)
+    tensors |= dict.fromkeys(("k_scales", "v_scales"), FLOAT if pages == BYTES else pages)
+    sizes = {"PAGE": 64, "HEAD_DIM": 80, "BLOCK_D": 128, "MOST": most, "HAS_SCALE": pages == BYTES}
+    compiled(kernels.write_pages, tensors, sizes, num_warps=1, enable_fp_fusion=False)
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
@@ -148,3 +203,17 @@ def test_an_indexer_multiplies_on_tensor_cores():
     assert "wgmma" in made.asm["ptx"]
     tensors = {"scores": FLOAT, "chosen": INT, "row_starts": INT, "context_lengths": INT}
     compiled(latent_kernels.choose_best, tensors, {"TILE": 2048}, num_warps=4)
+
+
+@pytest.mark.parametrize("type", [HALF, FLOAT])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_sums_over_ranks(type, ranks):
+    sums = import_module("banyan.ops.cuda.all_reduce_kernels")
+    tensors = {"x": type, "buffers": LONG, "pads": LONG, "calls": LONG}
+    sizes = {"RANKS": ranks, "BLOCK_R": max(2, ranks), "BLOCK": 1024}
+    for kernel in (sums.reduce_at_once, sums.reduce_in_parts):
+        made = compiled(kernel, tensors, sizes, num_warps=4)
+        assert "atom.global.sys.release" in made.asm["ptx"], "the others see what was written"
+        assert "atom.global.sys.acquire" in made.asm["ptx"]
+    parts = {"parts": type, "out": type}
+    compiled(sums.add_parts, parts, {"RANKS": ranks, "BLOCK": 1024}, num_warps=4)

@@ -7,7 +7,7 @@ import torch
 
 from banyan.ops import reference
 from banyan.ops.cuda import triton_attention, triton_rows
-from banyan.ops.pages import FLOAT8
+from banyan.ops.pages import FLOAT8, to_numbers, to_stored
 from tests.ops.triton_device import (
     ABSENCE,
     DEVICE,
@@ -23,45 +23,82 @@ if ABSENCE:
     pytest.skip(ABSENCE, allow_module_level=True)
 
 
+def check_attention(
+    rows: list[tuple[int, int]],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    limits: tuple[int, float],
+    has_sinks: bool = False,
+    page: int = PAGE,
+    kept: torch.dtype | None = None,
+) -> None:
+    """The kernels next to the reference in float64, where what no row may see is no number.
+
+    shape: heads, kv_heads, head_dim; limits: window, soft_cap; kept: type of the pages.
+    """
+    (heads, kv_heads, head_dim), (window, soft_cap) = shape, limits
+    counts = torch.tensor([count for _, count in rows])
+    contexts = torch.tensor([context for context, _ in rows], dtype=torch.int32)
+    starts = torch.cat([torch.zeros(1), counts.cumsum(0)]).to(torch.int32)
+    columns = max(sum(row) for row in rows) // page + 2
+    tables = torch.randperm(len(rows) * columns, generator=torch.Generator().manual_seed(1)) + 1
+    tables = tables.view(len(rows), columns).to(torch.int32)
+    places = (len(rows) * columns + 1, page)
+    pages = [random(*places, kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (2, 3)]
+    for row, (context, count) in enumerate(rows):
+        lowest = max(0, context - window + 1) if window > 0 else -window
+        dead = [*range(lowest), *range(context + count, columns * page)]
+        for at in dead:
+            for each in pages:
+                each[tables[row, at // page].item(), at % page] = float("nan")
+    pages = [to_stored(each, kept or dtype) for each in pages]
+    q = random(int(counts.sum()), heads * 2, head_dim, dtype=dtype)[:, ::2]
+    where = [x.to(DEVICE) for x in (tables, starts, contexts)]
+    sinks = torch.linspace(-3, 4, heads, device=DEVICE) if has_sinks else None
+    rest = (head_dim**-0.5, window, soft_cap, sinks)
+    got = triton_attention.paged_attention.run(q, *pages, *where, *rest)
+    double = [x.double() if kept is None else x for x in pages]
+    want = reference.paged_attention(q.double(), *double, *where, *rest)
+    close(got, want, dtype)
+
+
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("rows", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "window", "soft_cap"),
+    ("shape", "limits"),
     [
-        (4, 2, 64, 0, 0.0),
-        (6, 2, 80, 24, 0.0),
-        (8, 1, 128, 0, 30.0),
-        (2, 2, 256, 9, 5.0),
-        (4, 2, 8, 0, 0.0),
+        ((4, 2, 64), (0, 0.0)),
+        ((6, 2, 80), (24, 0.0)),
+        ((8, 1, 128), (0, 30.0)),
+        ((2, 2, 256), (9, 5.0)),
+        ((4, 2, 8), (0, 0.0)),
     ],
 )
-def test_attention_is_that_of_the_reference(
-    rows, heads, kv_heads, head_dim, window, soft_cap, dtype, has_sinks
-):
-    counts = torch.tensor([count for _, count in rows])
-    contexts = torch.tensor([context for context, _ in rows], dtype=torch.int32)
-    starts = torch.cat([torch.zeros(1), counts.cumsum(0)]).to(torch.int32)
-    columns = 8 if max(max(row) for row in rows) < 128 else 24
-    tables = torch.randperm(len(rows) * columns, generator=torch.Generator().manual_seed(1)) + 1
-    tables = tables.view(len(rows), columns).to(torch.int32)
-    shape = (len(rows) * columns + 1, PAGE, kv_heads, head_dim)
-    k_pages, v_pages = random(*shape, dtype=dtype, seed=2), random(*shape, dtype=dtype, seed=3)
-    for row, (context, count) in enumerate(rows):  # what no row may see is no number
-        for pages in (k_pages, v_pages):
-            lowest = max(0, context - window + 1) if window else 0
-            dead = [*range(lowest), *range(context + count, columns * PAGE)]
-            for at in dead:
-                pages[tables[row, at // PAGE].item(), at % PAGE] = float("nan")
-    q = random(int(counts.sum()), heads * 2, head_dim, dtype=dtype)[:, ::2]
-    where = [x.to(DEVICE) for x in (tables, starts, contexts)]
-    scale = head_dim**-0.5
-    sinks = torch.linspace(-3, 4, heads, device=DEVICE) if has_sinks else None
-    rest = (scale, window, soft_cap, sinks)
-    got = triton_attention.paged_attention.run(q, k_pages, v_pages, *where, *rest)
-    double = [x.double() for x in (q, k_pages, v_pages)]
-    want = reference.paged_attention(*double, *where, *rest)
-    close(got, want, dtype)
+def test_attention_is_that_of_the_reference(rows, shape, limits, dtype, has_sinks):
+    check_attention(rows, shape, dtype, limits, has_sinks)
+
+
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize(
+    ("shape", "limits", "has_sinks"),
+    [
+        ((4, 1, 128), (0, 0.0), False),
+        ((8, 1, 64), (100, 0.0), True),
+        ((2, 2, 256), (-70, 5.0), False),
+    ],
+)
+def test_attention_reads_blocks_of_keys_that_lie_in_one_page(page, shape, limits, has_sinks):
+    rows = [(290, 30), (70, 140), (75, 1), (100, 64)]
+    check_attention(rows, shape, torch.float16, limits, has_sinks, page)
+
+
+@pytest.mark.parametrize("rows", [[(120, 30), (300, 1)], [(300, 1), (0, 1), (257, 1)]], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "limits"), [((4, 1, 128), (0, 0.0)), ((4, 4, 80), (40, 0.0)), ((2, 1, 256), (0, 4.0))]
+)
+def test_attention_reads_bytes_and_their_scales(rows, shape, limits):
+    check_attention(rows, shape, torch.float16, limits, page=64, kept=torch.int8)
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (40, 0.0), (0, 3.0)])
@@ -105,6 +142,22 @@ def test_keys_and_values_are_written_where_they_belong(dtype):
     triton_attention.write_kv.run(k, v, pages[0], pages[1], locations)
     reference.write_kv(k, v, pages[2], pages[3], locations)
     assert torch.equal(pages[0], pages[2]) and torch.equal(pages[1], pages[3])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_bytes_and_their_scales_are_those_of_the_reference(dtype):
+    k, v = random(9, 2, 80, dtype=dtype), random(9, 2, 80, dtype=dtype, seed=1)
+    k[0], k[1, 0], k[2, 1, 5], k[3, 0, 7] = 0.0, 1e-31, float("inf"), float("nan")
+    v[4] = torch.arange(-40, 40, device=DEVICE) + 0.5  # halves of the scale, among others
+    v[4, :, 0] = 127.0
+    pages = [torch.zeros(2, PAGE, 2, 84, dtype=torch.int8, device=DEVICE) for _ in range(4)]
+    locations = torch.tensor([17, 3, 31, 16, 20, 21, 22, 23, 24], device=DEVICE)
+    triton_attention.write_kv.run(k, v, *pages[:2], locations)
+    reference.write_kv(k, v, *pages[2:], locations)
+    for got, want in zip(pages[:2], pages[2:], strict=True):
+        torch.testing.assert_close(
+            to_numbers(got), to_numbers(want), rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -89,8 +89,9 @@ def test_every_cut_gives_the_same_product(type, is_turned, parts):
     bias = random(70, seed=2).to(DEVICE, torch.float16)
     want = x.double().cpu() @ weight.dense.double().T + bias.double().cpu()
     for rows, outputs in ((16, 64), (32, 32), (64, 128)):
-        shape = products.Shape(rows, outputs, parts, is_turned)
-        close(products.product(x, packed, bias, shape), want, x.dtype)
+        for rounds in (False, True)[: 1 + is_turned]:
+            shape = products.Shape(rows, outputs, parts, is_turned, rounds=rounds)
+            close(products.product(x, packed, bias, shape), want, x.dtype)
 
 
 @pytest.mark.parametrize("type", SIMPLE)
@@ -156,6 +157,24 @@ def test_many_rows_are_multiplied_with_the_unpacked_weight(monkeypatch):
         x, bias = random(rows, 96).to(DEVICE), random(70).to(DEVICE)
         want = x.double().cpu() @ weight.dense.double().T + bias.double().cpu()
         close(linear(x, bias), want, torch.float32)
+
+
+@pytest.mark.parametrize("type", [*SIMPLE, "Q6_K"])
+def test_from_some_rows_on_weights_are_rounded_to_the_activations_type(type, monkeypatch):
+    monkeypatch.setattr(products, "ROUND_ABOVE", 32)
+    weight = stored(type, 70, 256)
+    packed = products.pack(weight, DEVICE)
+    dtype = TYPES[-1]
+    shape = products.shape_of(40, packed, dtype)
+    assert shape.rounds == (dtype != torch.float16 or packed.units is None)
+    x = torch.eye(256, dtype=dtype, device=DEVICE)[::4]
+    got = pack_linear(weight, dtype)(x)
+    assert got.shape == (64, 70)
+    close(got, weight.dense[:, ::4].double().T, dtype)
+    shape = products.Shape(64, 128, 1, is_turned=True, rounds=True)
+    if packed.units is None:
+        plain = products.unpacked(packed, dtype)[:, ::4].T
+        assert torch.equal(products.product(x, packed, None, shape), plain)
 
 
 def test_numbers_beyond_the_range_of_seven_bits_are_kept():

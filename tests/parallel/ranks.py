@@ -15,12 +15,15 @@ from banyan.ops.cpu.build import cached_library, compilers
 from banyan.ops.cpu.library import Library
 from banyan.parallel.collectives import COLLECTIVES, Rendezvous
 from banyan.parallel.groups import Group
+from tests.support.nccl_over_gloo import pretend_nccl
 
 Work = Callable[..., Any]
 LIMIT_S = 100
 has_compiler = any(compilers())
 needs_compiler = pytest.mark.skipif(not has_compiler, reason="no C++ compiler is here")
 LIBRARIES = ("shared", "gloo") if has_compiler else ("gloo",)
+ALL_LIBRARIES = (*LIBRARIES, "nccl")
+"""With the one that is pretended in processes of `together`."""
 
 
 def rank_processes() -> ForkServerContext:
@@ -58,6 +61,7 @@ def together(size: int, folder: Path, work: Work, *arguments: Any) -> list[Any]:
 
 def _run(pipe: Any, work: Work, *arguments: Any) -> None:
     torch.set_num_threads(1)
+    pretend_nccl()
     try:
         answer = work(*arguments)
     except Exception as error:

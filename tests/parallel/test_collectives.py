@@ -16,11 +16,11 @@ from banyan.dp_attention.batch import DPAttentionRows
 from banyan.parallel import process_group
 from banyan.parallel.collectives import Rendezvous
 from banyan.parallel.groups import Group
-from tests.parallel.ranks import LIBRARIES, meet, needs_compiler, together
+from tests.parallel.ranks import ALL_LIBRARIES, meet, needs_compiler, together
 
 SLOT = 1024
 """Bytes: smaller than most of what is exchanged here."""
-SHAPES = ((1, 1), (3, 7), (5, 64), (2, 300), (33, 129), (1, 2000))
+SHAPES = ((1, 1), (3, 7), (5, 64), (2, 300), (33, 129), (1, 2000), (9, 2113))
 COUNTS = (1, 2, 3, 17, 64)
 
 
@@ -42,8 +42,8 @@ def exercise(rank: int, size: int, address: str, threads: int) -> tuple[list[str
     """Call everything in all shapes: what is wrong, and the sums of one row in many batches."""
     wrong: list[str] = []
     sums: dict[str, list[list[float]]] = {}
-    for name in LIBRARIES:
-        group = meet(name, rank, size, address, slot_bytes=SLOT, threads=threads)
+    for name in ALL_LIBRARIES:
+        group = meet(name, rank, size, f"{address}-{name}", slot_bytes=SLOT, threads=threads)
         for rows, columns in SHAPES:
             for what in (reduce, reduce_halves, gather, scatter, exchange, tell, pass_on):
                 found, wanted = what(group, rows, columns)
@@ -179,7 +179,7 @@ def test_every_collective_does_what_its_definition_says(size, threads, tmp_path)
     assert [wrong for wrong, _ in answers] == [[]] * size
     # One row's sum has the same bits on every rank, in every batch, by either library.
     rows = [row for _, sums in answers for by in sums.values() for row in by]
-    assert len(rows) == size * len(LIBRARIES) * len(COUNTS)
+    assert len(rows) == size * len(ALL_LIBRARIES) * len(COUNTS)
     assert all(row == rows[0] for row in rows)
 
 

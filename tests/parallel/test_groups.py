@@ -1,6 +1,7 @@
 """A group of one, and places where several cannot meet."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.engine.core_process import OtherRanks
 from banyan.engine.model_loader import Phases, open_model
+from banyan.parallel import nccl
 from banyan.parallel.collectives import COLLECTIVES, Rendezvous, open_collectives
 from banyan.parallel.groups import Group, GroupsConfig, open_groups
 from tests.parallel.ranks import LIBRARIES, meet, needs_compiler
@@ -70,6 +72,30 @@ def test_our_own_collectives_can_be_left_out(monkeypatch):
     for flags, text in ((), "shared gloo"), (("--disable-custom-all-reduce",), "gloo"):
         with pytest.raises(TimeoutError, match=f"^{text}$"):
             open_model(config_of("--tp", "2", *flags), MODEL_CONFIG, 0, "", Phases(WallClock()))
+
+
+def test_the_memory_of_peers_is_checked_where_it_is_asked(monkeypatch):
+    def opened(config):
+        raise TimeoutError(str(config.checks_peers))
+
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", opened)
+    for flags, text in ((), "False"), (("--enable-p2p-check",), "True"):
+        with pytest.raises(TimeoutError, match=text):
+            open_model(config_of("--tp", "2", *flags), MODEL_CONFIG, 0, "", Phases(WallClock()))
+    asked = list[bool]()
+    store = SimpleNamespace(set=lambda key, value: None, get=lambda key: b"")
+
+    def no_peers(publish, rank, is_checked):
+        asked.append(is_checked)
+        assert publish("name", b"") == [b"", b""]
+        return "there are none"
+
+    monkeypatch.setattr(nccl, "open_store", lambda rendezvous: store)
+    monkeypatch.setattr(nccl, "open_process_group", lambda rendezvous, store: None)
+    monkeypatch.setattr(nccl, "open_peers", no_peers)
+    for checks in (False, True):
+        nccl.PEER_MEMORY.open(Rendezvous(0, 2, "file:///meet", 1.0, checks_peers=checks))
+    assert asked == [False, True]
 
 
 def test_a_rank_waits_for_the_others_as_long_as_the_limit(monkeypatch):

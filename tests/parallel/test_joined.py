@@ -6,7 +6,7 @@ replicas nor on whether these have any.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from banyan.moe.eplb import trivial
 from banyan.moe.expert_location import ExpertMap
 from banyan.moe.expert_watch import ExpertWatch
 from banyan.ops.api import Recorder
-from banyan.ops.bind import bind, open_toolkit
+from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups, GroupsConfig, open_groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
@@ -39,11 +39,13 @@ from banyan.scheduler.step_plan_builder import StepPlanBuilder
 from tests.models.families import tiny
 from tests.parallel.ranks import meet, needs_compiler, together
 from tests.parallel.test_steps import SIZES, Grouped
+from tests.support.captured import Elsewhere, SampledInTensors
 from tests.support.configs import MODEL_CONFIG
 from tests.support.flags import config_of
 from tests.support.runner_driver import PAGE, Request, greedy
 
 VOCAB = 97
+CAPTURED = (1, 2, 4, 8)
 IS_ALL = os.environ.get("PARALLEL") == "all"
 
 
@@ -65,12 +67,14 @@ class Layout:
     """Experts move every third step."""
     is_eager: bool = False
     """Of the first replica only: one that calls the model works with one that replays it."""
+    is_captured: bool = False
+    """Decode steps are graphs of a device, with the collectives inside."""
 
 
 TWO = (
     Layout("mistral"),
     Layout("mistral", is_eager=True),
-    Layout("mistral", library="gloo"),
+    Layout("mistral", library="nccl", is_captured=True),
     Layout("gemma2", replicates_lm_head=True),
     Layout("qwen3 moe, six of 21", are_experts_apart=True),
     Layout("deepseek v3", is_dense_whole=True),
@@ -81,6 +85,15 @@ FOUR = (
     Layout("deepseek v3", ranks=2, are_experts_apart=True),
 )
 
+
+ON_GPUS = {
+    2: tuple(
+        replace(x, library="nccl", is_captured=True, is_eager=False)
+        for x in (*TWO, Layout("qwen3 moe, six of 21", are_experts_apart=True, sends_rows=True))
+    ),
+    4: tuple(replace(x, library="nccl", is_captured=True) for x in FOUR),
+}
+"""Every layout as GPUs run it."""
 
 Outcome = tuple[list[int], str, list[float], list[float]]
 """Of a request: tokens, failure, log-probabilities of the prompt and of the output. Output tokens
@@ -135,21 +148,30 @@ def outcome(asked: list[Request]) -> list[Outcome]:
 
 
 def open_runner(
-    model_config: ModelConfig, groups_of, max_tokens: int, beside=lambda groups, recorder: {}
+    model_config: ModelConfig,
+    groups_of,
+    max_tokens: int,
+    beside=lambda groups, recorder: {},
+    is_captured: bool = False,
 ) -> tuple[ModelRunner, int]:
     """beside: what else the build has."""
     ops = bind(
         *("cpu", torch.device("cpu"), torch.float32, frozenset(), model_config.head_dim),
-        toolkit=open_toolkit("cpu", 1, {}),
+        toolkit=NO_TOOLKIT if is_captured else open_toolkit("cpu", 1, {}),
         page_size=PAGE,
         exact=True,
     )
     groups = groups_of(ops.recorder)
-    build = Build(ops, groups, **beside(groups, ops.recorder))
+    build = Build(
+        SampledInTensors(ops) if is_captured else ops, groups, **beside(groups, ops.recorder)
+    )
     model = load_model(model_config, build)
     kinds = group_caches(model.caches)
     layouts = tuple(GroupLayout(kind.kind, kind.window, PAGE, 128) for kind in kinds)
-    runner = ModelRunner(model, build, RunnerConfig(16, 120, layouts, max_tokens=max_tokens))
+    config = RunnerConfig(16, 120, layouts, max_tokens=max_tokens, shapes=CAPTURED * is_captured)
+    dp = groups.dp_batch
+    counts = () if dp is None else (dp.tokens, dp.outputs)
+    runner = ModelRunner(model, build, config, Elsewhere(counts) if is_captured else None)
     return runner, len(kinds)
 
 
@@ -198,6 +220,7 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
         ),
         0 if layout.is_eager and replica == 0 else 300,
         lambda groups, recorder: beside(layout, model_config, groups, recorder),
+        layout.is_captured,
     )
     driver = Joined(runner, num_groups, agree)
     lay = let_experts_move(layout, model_config, runner)
@@ -251,7 +274,9 @@ def of_one_rank(folder: Path, replica: int) -> list[tuple]:
 
 
 def how(layout: Layout, replica: int) -> str:
-    is_eager = layout.library == "gloo" or (layout.is_eager and replica == 0)
+    if layout.is_captured:
+        return "eager" if layout.sends_rows else "captured"
+    is_eager = layout.library != "shared" or (layout.is_eager and replica == 0)
     return "eager" if is_eager else "recorded"
 
 
@@ -269,7 +294,7 @@ def are_close(found: list[Outcome], expected: list[Outcome], samples: bool) -> b
 
 
 @needs_compiler
-@pytest.mark.parametrize("layouts", [TWO, FOUR] if IS_ALL else [TWO])
+@pytest.mark.parametrize("layouts", [TWO, FOUR, *ON_GPUS.values()] if IS_ALL else [TWO])
 def test_joined_replicas_answer_as_one_rank_does_and_company_changes_no_bit(layouts, tmp_path):
     asked = []
     for at, layout in enumerate(layouts):

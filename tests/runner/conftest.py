@@ -1,7 +1,6 @@
 """A tiny random Llama, as transformers computes it and as the runner executes it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,60 +11,19 @@ from banyan.model_config.checkpoint import read_model_config
 from banyan.model_config.model_config import FULL, ModelConfig
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import load_model
-from banyan.ops import tensor_sampling
-from banyan.ops.api import Ops
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups
-from banyan.platform.base import BY_SHAPE, Platform
-from banyan.platform.cpu import CpuPlatform
+from banyan.platform.base import Platform
 from banyan.platform.cuda import CudaPlatform
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
+from tests.support.captured import Elsewhere, SampledInTensors
 from tests.support.runner_driver import PAGE
 
 VOCAB, MAX_LENGTH, NUM_PAGES = 131, 192, 1024
 SHAPES = (1, 2, 4, 8, 16, 32, 40)
 CPU = torch.device("cpu")
-
-
-class Elsewhere(CpuPlatform):
-    """The memory of the host as a device that numpy does not see, whose work is captured by shape:
-    a graph is a function that reads and writes the tensors it had, and holds no others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.traits = replace(self.traits, is_host=False, programs=BY_SHAPE)
-        self.replays = 0
-
-    def capture(self, work: Callable[[], None]) -> "Elsewhere.Replay":
-        work()
-        return self.Replay(self, work)
-
-    def fetch(self, tensors):
-        here = [tensor.clone() for tensor in tensors]
-        return lambda: here
-
-    @dataclass(frozen=True)
-    class Replay:
-        platform: "Elsewhere"
-        work: Callable[[], None]
-
-        def replay(self) -> None:
-            self.platform.replays += 1
-            self.work()
-
-
-class SampledInTensors:
-    """Ops whose sampler works for tensors of any device."""
-
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
-        self.sample = tensor_sampling.sample.run
-        self.logprobs = tensor_sampling.logprobs.run
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._ops, name)
 
 
 def build_runner(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from openai.types import CreateEmbeddingResponse
 
-from tests.system.serving import Server, serving
+from tests.system.serving import Server, serving, wait_until
 
 TEXTS = [
     "A banyan grows new roots.",
@@ -65,7 +65,12 @@ def expected(mini_lm: Path) -> np.ndarray:
 
 
 def test_the_first_request_that_the_log_suggests_is_answered(encoder: Server) -> None:
-    line = next(line for line in encoder.log.read_text().splitlines() if "try: curl" in line)
+    def suggested() -> str:
+        lines = encoder.log.read_text().splitlines()
+        return next((line for line in lines if "try: curl" in line), "")
+
+    wait_until(lambda: bool(suggested()), 60.0, "the log suggests no request")
+    line = suggested()
     words = shlex.split(line.partition("try: curl ")[2])
     answer = httpx.post(words[0], content=words[-1], headers=[words[2].split(": ")])
     assert answer.status_code == 200 and answer.json()["data"][0]["embedding"]
@@ -239,6 +244,8 @@ def test_a_cross_encoder_ranks_documents_best_first(cross_encoder):
         body = {"query": QUERY, "documents": DOCUMENTS}
         ranked = server.http.post("/v1/rerank", json=body).json()
         best = server.http.post("/v1/rerank", json=body | {"top_n": 1, "return_documents": False})
+        results = server.http.post("/v2/rerank", json=body | {"top_n": 2}).json()
+        whole = server.http.post("/rerank", json=body | {"return_documents": True}).json()
         reverse = {"query": QUERY, "items": DOCUMENTS[:2], "item_first": True}
         turned = server.http.post("/v1/score", json=reverse).json()["scores"]
         pair = server.http.post("/classify", json={"text": [[QUERY, DOCUMENTS[0]]]}).json()
@@ -249,6 +256,10 @@ def test_a_cross_encoder_ranks_documents_best_first(cross_encoder):
         assert entry["document"] == DOCUMENTS[entry["index"]]
         assert np.isclose(entry["score"], expected[entry["index"]], **CLOSE)
     assert [(e["index"], e["document"]) for e in best.json()] == [(ranked[0]["index"], None)]
+    assert [r["index"] for r in results["results"]] == [entry["index"] for entry in ranked[:2]]
+    assert [r["relevance_score"] for r in results["results"]] == [e["score"] for e in ranked[:2]]
+    assert "document" not in results["results"][0] and results["usage"]["prompt_tokens"] > 0
+    assert whole["results"][0]["document"] == {"text": ranked[0]["document"]}
     assert np.allclose(turned, turned_logits, **CLOSE)
     assert np.allclose(pair[0]["embedding"], logits[:1], **CLOSE)
 

@@ -1,5 +1,6 @@
 """Items of /v1/score: each is read behind the query alone, and the query is computed once."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from banyan.config.cli import parse
 from banyan.config.env import Environment
+from banyan.server.scores import JUDGE
 from tests.system.serving import Server, serving, settled
 
 QUERY = [5 + 3 * i % 250 for i in range(320)]
@@ -80,3 +82,37 @@ def test_a_delimiter_stands_between_query_and_item(scoring, tiny_model, tmp_path
 def test_the_switch_for_many_items_reports_to_have_nothing_left_to_do():
     (note,) = parse(["--enable-mis"], Environment()).observe.notes
     assert "share the query through the prefix cache" in note
+
+
+DOCUMENTS = ["A banyan grows new roots.", "A server keeps pages of keys and values."]
+
+
+def test_a_chat_model_ranks_documents_by_how_likely_it_says_yes(demo_server):
+    """The same probabilities as those of the first token of a chat with the judge's prompt."""
+    http = demo_server.http
+    asked = {"query": "What grows new roots?", "documents": DOCUMENTS, "instruct": "Find facts"}
+    ranked = http.post("/v1/rerank", json=asked).json()
+    for entry in ranked:
+        text = f"<Instruct>: Find facts\n<Query>: {asked['query']}\n<Document>: {entry['document']}"
+        messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": text}]
+        ids = [
+            http.post("/tokenize", json={"prompt": word, "add_special_tokens": False}).json()
+            for word in ("yes", "no")
+        ]
+        scored = http.post(
+            "/v1/chat/completions",
+            json={
+                "messages": messages,
+                "max_tokens": 1,
+                "temperature": 1,
+                "logprobs": True,
+                "top_logprobs": 20,
+                "logit_bias": {str(each["tokens"][0]): 60 for each in ids},
+            },
+        ).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        likely = {one["token"]: math.exp(one["logprob"]) for one in scored}
+        among = likely["yes"] / (likely["yes"] + likely["no"])
+        assert math.isclose(entry["score"], among, rel_tol=1e-3)
+    assert [e["score"] for e in ranked] == sorted((e["score"] for e in ranked), reverse=True)
+    refused = http.post("/v1/rerank", json={**asked, "documents": ["x " * 200_000]})
+    assert refused.status_code == 400 and "longer than" in refused.json()["message"]

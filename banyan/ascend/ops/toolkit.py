@@ -88,6 +88,7 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     wishes = dict(wishes)
     keeps_plain = bool(wishes.pop("offload", ""))
     mode = int(wishes.pop("fuseep-mode", 0))
+    wishes.pop("fp8-gemm-backend", "")  # nothing to do for it here, as the start has said
     for flag, value in wishes.items():
         raise ConfigError(f"--{flag} {value} does not exist on npu", hint="leave it out")
     driver = open_driver()

@@ -255,9 +255,17 @@ FLAGS = (
     Flag(
         "disable-custom-all-reduce",
         "parallel.avoids_own_collectives",
-        "ranks exchange numbers through gloo instead of shared memory (CPU; slower)",
+        "ranks exchange numbers through gloo (CPU) or NCCL (CUDA) instead of shared memory; slower",
         kind=SWITCH,
         proof="tests/parallel/test_groups.py::test_our_own_collectives_can_be_left_out",
+    ),
+    Flag(
+        "enable-p2p-check",
+        "parallel.checks_peers",
+        "at the start, add known numbers over the memory that GPUs share, instead of trusting the "
+        "driver that they reach it",
+        kind=SWITCH,
+        proof="tests/parallel/test_groups.py::test_the_memory_of_peers_is_checked_where_it_is_asked",
     ),
     Flag(
         "dist-timeout",
@@ -306,6 +314,17 @@ FLAGS = (
         "device's kernel",
         choices=("pytorch", "ascend", "flashinfer", "intel_xpu"),
         proof="tests/system/test_flag_effects.py::test_torch_samples_when_it_is_named",
+    ),
+    Flag(
+        "fp8-gemm-backend",
+        "device.fp8_backend",
+        "products of fp8 weights and activations: triton, or cutlass = torch's; auto = the faster "
+        "one for each number of rows",
+        choices=(
+            *("auto", "triton", "cutlass", "deep_gemm", "flashinfer_trtllm", "aiter"),
+            *("flashinfer_cutlass", "flashinfer_deepgemm", "flashinfer_cutedsl"),
+        ),
+        proof="tests/ops/test_cuda_bind.py::test_the_named_backend_multiplies_8_bit_floats",
     ),
     Flag(
         "enable-double-sparsity",

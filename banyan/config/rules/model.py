@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
+from banyan.config.devices import rounded_methods
 from banyan.config.env import Environment
 from banyan.config.schema import DEMO, Config
 from banyan.hub.catalogue import recognise
@@ -150,6 +151,9 @@ def check_quantization(
                 hint="leave the flag out, or use a .gguf file",
             )
         return replace(config, model=replace(config.model, quantization=""))
+    is_float = model_config.quant is None and model_config.stores_floats
+    if is_float and wanted in rounded_methods(config, environment):
+        return config
     if wanted in spellings():
         if model_config.quant is None or wanted not in SPELLINGS.get(model_config.quant.method, ()):
             is_now = (
@@ -161,7 +165,7 @@ def check_quantization(
                 f"--quantization {wanted} is not available for {config.model.source!r}: its "
                 f"weights are {is_now}, and cannot be converted to {wanted}",
                 hint="leave the flag out; float weights can be quantized to int8, q8_0, q4_0 and "
-                "q4_1, or to fp8 by --torchao-config fp8wo",
+                "q4_1, or to fp8 by --torchao-config fp8wo or on CUDA devices",
             )
         if wanted != model_config.quant.method:
             log.info(

@@ -254,8 +254,8 @@ def _unquantized(
 ) -> Iterator[tuple[str, Stored]]:
     """Weights of a quantised checkpoint as their method describes them."""
     assert model_config.quant is not None
-    rounds = isinstance(ops, BoundOps) and ops.rounds_as_asked
-    method = open_method(model_config.quant, model_config.path, rounds)
+    rounded = ops.rounded_types if isinstance(ops, BoundOps) else ()
+    method = open_method(model_config.quant, model_config.path, rounded)
     return restored(tensors, tensor_types(model_config), method, model_config.quant.method)
 
 

@@ -23,7 +23,11 @@ KERNELS = {
     "head_linear": [f"{_HERE}.products:head_linear"],
     "experts": [f"{_HERE}.triton_experts:experts"],
     "combine_experts": [f"{_HERE}.triton_experts:combine_experts"],
-    "linear": [f"{_HERE}.products:linear"],
+    "linear": [
+        f"{_HERE}.fp8:rounding_linear",
+        f"{_HERE}.fp8:linear",
+        f"{_HERE}.products:linear",
+    ],
     "adapt": [f"{_HERE}.triton_lora:adapt"],
     "sample": [f"{_HERE}.triton_sampling:sample", "banyan.ops.tensor_sampling:sample"],
     "logprobs": ["banyan.ops.tensor_sampling:logprobs"],
@@ -35,23 +39,26 @@ KERNELS = {
 def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     """
     Args:
-        wishes: "quantization", the type that float projections are rounded to at load.
+        wishes: "quantization", the type that float projections are rounded to at load;
+            "fp8-gemm-backend", what multiplies 8-bit floats.
 
     Raises:
         ConfigError: the wish or the rounding is unknown, or the rounding's kernels are missing.
     """
-    from banyan.ops.cuda.needs import QUANTIZATIONS, CudaToolkit, has_triton
+    from banyan.ops.cuda.needs import FP8, FP8_BACKENDS, QUANTIZATIONS, CudaToolkit, has_triton
 
     wanted = wishes.get("quantization", "")
+    types = (*QUANTIZATIONS, FP8)
+    known = {"quantization": types, "fp8-gemm-backend": FP8_BACKENDS}
     for flag, value in wishes.items():
-        if flag != "quantization" or value not in QUANTIZATIONS:
+        if value not in known.get(flag, ()):
             raise ConfigError(
                 f"--{flag} {value} does not exist on cuda",
-                hint=f"leave it out; --quantization may be {', '.join(QUANTIZATIONS)}",
+                hint=f"leave it out; --quantization may be {', '.join(types)}",
             )
     if wanted and not has_triton():
         raise ConfigError(
             f"--quantization {wanted} needs the package triton, which is not installed",
             hint="install triton, or leave the flag out",
         )
-    return CudaToolkit(quantization=wanted)
+    return CudaToolkit(quantization=wanted, fp8_backend=wishes.get("fp8-gemm-backend", ""))

@@ -21,11 +21,39 @@ def stored(x, inverse, MOST: tl.constexpr):
 
 
 @triton.jit
+def put(
+    x, pages, scales, at, inverse, MOST: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write one head to its page as `pages.to_stored` does; x: [BLOCK_D], zeros after HEAD_DIM; at:
+    its place; scales: the pages as fp32. Bytes need enable_fp_fusion=False."""
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM
+    if HAS_SCALE:
+        wide = x.to(tl.float32)
+        size = tl.abs(wide)
+        most = tl.max(size, 0)
+        is_finite = tl.max(tl.where(size < float("inf"), 0, 1), 0) == 0
+        is_seen = most >= 7.888609052210118e-31  # 2^-100
+        factor = tl.where(is_seen, tl.div_rn(127.0, tl.where(is_seen, most, 1.0)), 0.0)
+        turned = tl.where(is_finite, wide, 0.0) * factor
+        numbers = (turned + 12582912.0) - 12582912.0  # 1.5 · 2^23: to the nearest, even if halfway
+        tl.store(pages + at + dims, numbers.to(tl.int8), mask=is_dim)
+        scale = tl.where(is_seen, tl.div_rn(most, 127.0), 0.0)
+        tl.store(scales + (at + HEAD_DIM) // 4, tl.where(is_finite, scale, float("nan")))
+    else:
+        kept = stored(x, inverse, MOST).to(pages.dtype.element_ty)
+        tl.store(pages + at + dims, kept, mask=is_dim)
+
+
+@triton.jit
 def write_pages(
     k,
     v,
     k_pages,
     v_pages,
+    k_scales,
+    v_scales,
     locations,
     k_token,
     k_head,
@@ -42,6 +70,7 @@ def write_pages(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MOST: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
 ):
     """Write K and V of one token and head to their page."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -49,13 +78,12 @@ def write_pages(
     is_dim = dims < HEAD_DIM
     location = tl.load(locations + token)
     page, inside = location // PAGE, location % PAGE
-    key = tl.load(k + token * k_token + head * k_head + dims, mask=is_dim)
-    value = tl.load(v + token * v_token + head * v_head + dims, mask=is_dim)
-    k_at = page * k_page + inside * k_inside + head * k_page_head + dims
-    v_at = page * v_page + inside * v_inside + head * v_page_head + dims
-    key, value = stored(key, inverse, MOST), stored(value, inverse, MOST)
-    tl.store(k_pages + k_at, key.to(k_pages.dtype.element_ty), mask=is_dim)
-    tl.store(v_pages + v_at, value.to(v_pages.dtype.element_ty), mask=is_dim)
+    key = tl.load(k + token * k_token + head * k_head + dims, mask=is_dim, other=0.0)
+    value = tl.load(v + token * v_token + head * v_head + dims, mask=is_dim, other=0.0)
+    k_at = page * k_page + inside * k_inside + head * k_page_head
+    v_at = page * v_page + inside * v_inside + head * v_page_head
+    put(key, k_pages, k_scales, k_at, inverse, MOST, HAS_SCALE, HEAD_DIM, BLOCK_D)
+    put(value, v_pages, v_scales, v_at, inverse, MOST, HAS_SCALE, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit

@@ -13,7 +13,11 @@ LEAST_BLOCK = 16
 """Fewest rows, columns and dimensions of a matrix product."""
 
 QUANTIZATIONS = {"q4_0": "Q4_0", "q4_1": "Q4_1", "q8_0": "Q8_0", "int8": "Q8_0"}
-"""Types that float weights may be rounded to at load -> storage type."""
+"""Types of blocks that float weights may be rounded to at load -> storage type."""
+FP8 = "fp8"
+"""Another one: 8-bit floats with a scale per output; activations are rounded to them too."""
+FP8_BACKENDS = TRITON, VENDOR = ("triton", "cutlass")
+"""Values of --fp8-gemm-backend; the vendor's products are torch's."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,12 @@ class CudaToolkit(NoToolkit):
     """
     Attributes:
         quantization: the type that float projections are rounded to at load, a name of
-            QUANTIZATIONS; "" = not rounded.
+            QUANTIZATIONS, or FP8; "" = not rounded.
+        fp8_backend: multiplies 8-bit floats, one of FP8_BACKENDS; "" = the faster one.
     """
 
     quantization: str = ""
+    fp8_backend: str = ""
 
 
 def power_of_two(size: int, least: int = 1) -> int:
@@ -54,8 +60,10 @@ def declines(spec: OpSpec) -> str | None:
 def declines_pages(spec: OpSpec) -> str | None:
     """Why kernels that read or write pages cannot run; None = they can."""
     reason = declines(spec)
-    if reason is None and spec.cache_dtype not in (*TYPES, *FLOAT8):
+    if reason is None and spec.cache_dtype not in (*TYPES, *FLOAT8, torch.int8):
         return f"cannot read pages of {spec.cache_dtype}"
+    if reason is None and spec.cache_dtype == torch.int8 and spec.head_dim % 4:
+        return f"a scale after {spec.head_dim} bytes is not aligned"
     if reason is None and spec.head_dim > 256:
         return f"heads of {spec.head_dim} dimensions, more than 256"
     return reason

@@ -1,7 +1,10 @@
-"""Triton kernels of products with quantised weights (`products.py`). Imported on first use.
+"""Triton kernels of products with quantised weights (`products.py`, `fp8.py`). Imported on first
+use.
 
-The products use the integers, which both half types represent exactly. A chunk's sum is then
-multiplied by its group's factor in fp32. So weights are never rounded.
+With few rows the products use the integers, which both half types represent exactly. A chunk's sum
+is then multiplied by its group's factor in fp32, so weights are not rounded. With more rows that
+costs more than the products; the factors multiply the integers instead, and the weights are rounded
+to the activations' type, as in an unpacked weight.
 """
 
 import triton
@@ -88,8 +91,8 @@ def _multiply(
         if BITS == 4:
             low, high = opened_pair(codes, kind, BASE, ASSEMBLY)
             total = add_chunk(
-                total, x, x_at, is_row, low, scales, minima, 2 * step, inputs, filled, per_group,
-                n, HAS_MINIMA, IS_TURNED, CHUNK,
+                total, x, x_at, is_row, low, scales, minima, 2 * step, inputs, filled, per_group, n,
+                HAS_MINIMA, IS_TURNED, CHUNK,
             )  # fmt: skip
             total = add_chunk(
                 total, x, x_at, is_row, high, scales, minima, 2 * step + 1, inputs, filled,
@@ -113,6 +116,102 @@ def _multiply(
         total = tl.trans(total)
     where = out + at[:, None] + n[None, :]
     tl.store(where, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def weights_of(w, scale, low, HAS_MINIMA: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """w · scale + low in the type of w. w: [outputs, CHUNK] whole numbers; scale, low: [outputs]
+    fp32 of 11 bits. The product is rounded once."""
+    if ASSEMBLY != "":
+        # Two bf16 numbers hold the 11 bits; whole numbers of 4 bits times the lower one are exact.
+        upper = scale.to(tl.bfloat16)
+        lower = (scale - upper.to(tl.float32)).to(tl.bfloat16)
+        pair = [
+            w.to(tl.int16, bitcast=True),
+            upper.to(tl.int16, bitcast=True)[:, None],
+            lower.to(tl.int16, bitcast=True)[:, None],
+            low.to(tl.bfloat16).to(tl.int16, bitcast=True)[:, None],
+        ]
+        values = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,r,r,r,r", pair, dtype=tl.int16, is_pure=True, pack=2
+        ).to(w.dtype, bitcast=True)
+    else:
+        wide = w.to(tl.float32) * scale[:, None]
+        values = (wide + low[:, None] if HAS_MINIMA else wide).to(w.dtype)
+    return values
+
+
+@triton.jit
+def factors_of(
+    scales, minima, chunk, last, per_group, filled, n, HAS_MINIMA: tl.constexpr
+):  # fmt: skip
+    """Scales and minima of a chunk of a block of outputs. last: the last chunk with inputs."""
+    at = (tl.minimum(chunk, last) // per_group).to(tl.int64) * filled + n
+    scale = tl.load(scales + at).to(tl.float32)
+    return scale, tl.load(minima + at).to(tl.float32) if HAS_MINIMA else scale
+
+
+def _multiply_many(
+    x, numbers, scales, minima, units, bias, out, rows, inputs, outputs, filled, x_row,
+    steps, per_part, per_group,
+    BITS: tl.constexpr, BASE: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_UNITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    ASSEMBLY: tl.constexpr, SCALING: tl.constexpr,
+):  # fmt: skip
+    """`_multiply` for many tokens: factors multiply the integers before the product. Factors of a
+    step are read one step earlier."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    part = tl.program_id(2)
+    CHUNKS: tl.constexpr = 2 if BITS == 4 else 1
+    kind = x.dtype.element_ty
+    is_row = m < rows
+    k = tl.arange(0, CHUNK)
+    x_at = x + m.to(tl.int64)[:, None] * x_row + k[None, :]
+    inside = n[:, None] * CHUNK + k[None, :]
+    size = (filled * CHUNK).to(tl.int64)
+    last = (inputs - 1) // CHUNK
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    first = part * per_part
+    scale, low = factors_of(
+        scales, minima, first * CHUNKS, last, per_group, filled, n, HAS_MINIMA
+    )  # fmt: skip
+    high_scale, high_low = factors_of(
+        scales, minima, (first + 1) * CHUNKS - 1, last, per_group, filled, n, HAS_MINIMA
+    )  # fmt: skip
+    end = tl.minimum(first + per_part, steps)
+    tl.assume(first < end)  # or the compiler runs asynchronous products one at a time
+    for step in range(first, end):
+        codes = tl.load(numbers + step * size + inside)
+        chunk = step * CHUNKS
+        is_input = is_row[:, None] & (chunk * CHUNK + k < inputs)[None, :]
+        values = tl.load(x_at + chunk * CHUNK, mask=is_input, other=0.0)
+        if BITS == 4:
+            is_input = is_row[:, None] & (chunk * CHUNK + CHUNK + k < inputs)[None, :]
+            more = tl.load(x_at + chunk * CHUNK + CHUNK, mask=is_input, other=0.0)
+            w, high = opened_pair(codes, kind, BASE, ASSEMBLY)
+            w = weights_of(w, scale, low, HAS_MINIMA, SCALING)
+            high = weights_of(high, high_scale, high_low, HAS_MINIMA, SCALING)
+            high_scale, high_low = factors_of(
+                scales, minima, chunk + 3, last, per_group, filled, n, HAS_MINIMA
+            )  # fmt: skip
+        else:
+            w = weights_of(opened(codes, kind, ASSEMBLY), scale, low, HAS_MINIMA, SCALING)
+        scale, low = factors_of(
+            scales, minima, chunk + CHUNKS, last, per_group, filled, n, HAS_MINIMA
+        )  # fmt: skip
+        total = tl.dot(w, tl.trans(values), total, input_precision="ieee")
+        if BITS == 4:
+            total = tl.dot(high, tl.trans(more), total, input_precision="ieee")
+    is_output = n < outputs
+    if HAS_UNITS:
+        total *= tl.load(units + n)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    at = (part * rows + m).to(tl.int64) * outputs
+    where = out + at[:, None] + n[None, :]
+    made = tl.trans(total).to(out.dtype.element_ty)
+    tl.store(where, made, mask=is_row[:, None] & is_output[None, :])
 
 
 def _add_parts(parts, bias, out, count, size, outputs, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
@@ -155,6 +254,151 @@ def unpack(
     tl.store(where, values.to(out.dtype.element_ty), mask=(n < outputs)[:, None])
 
 
+@triton.jit
+def opened_float(codes, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The bits of e4m3 numbers as numbers of an activation's type, exactly."""
+    if ASSEMBLY != "":
+        values = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,r", [codes], dtype=tl.int16, is_pure=True, pack=4
+        ).to(KIND, bitcast=True)
+    else:
+        # fp16 has one more bit of exponent; its numbers with these bits are 256 times less.
+        wide = codes.to(tl.uint16)
+        bits = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)
+        values = (bits.to(tl.float16, bitcast=True) * 256.0).to(KIND)
+    return values
+
+
+@triton.jit
+def round_rows(
+    x, numbers, scales, rows, inputs, x_row, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+):  # fmt: skip
+    """Round one row to 8-bit floats: number = x / scale; MOST: the largest of them.
+
+    numbers: [rows, inputs]; scales: [groups, rows], of GROUP inputs each; GROUP 0: [rows], one for
+    the whole row. A row with a number that is not finite becomes NaN.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_row
+    numbers += row * inputs
+    at = tl.arange(0, BLOCK)
+    if GROUP == 0:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, inputs, BLOCK):
+            values = tl.load(x + first + at, mask=first + at < inputs, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(values))
+        scale = tl.maximum(tl.max(largest, 0), 1e-30) / MOST
+        tl.store(scales + row, scale)
+        for first in range(0, inputs, BLOCK):
+            values = tl.load(x + first + at, mask=first + at < inputs, other=0.0).to(tl.float32)
+            made = (values / scale).to(numbers.dtype.element_ty)
+            tl.store(numbers + first + at, made, mask=first + at < inputs)
+    else:
+        first = tl.program_id(1) * BLOCK
+        values = tl.load(x + first + at, mask=first + at < inputs, other=0.0).to(tl.float32)
+        groups = tl.reshape(values, [BLOCK // GROUP, GROUP])
+        each = tl.maximum(tl.max(tl.abs(groups), 1), 1e-30) / MOST
+        group = first // GROUP + tl.arange(0, BLOCK // GROUP)
+        tl.store(scales + group.to(tl.int64) * rows + row, each, mask=group * GROUP < inputs)
+        made = tl.reshape(groups / each[:, None], [BLOCK]).to(numbers.dtype.element_ty)
+        tl.store(numbers + first + at, made, mask=first + at < inputs)
+
+
+def _multiply_floats(
+    x, x_scales, numbers, scales, bias, out, rows, inputs, outputs, filled, x_row, steps,
+    per_part, per_group,
+    HOW: tl.constexpr, IS_GROUPED: tl.constexpr, X_IS_GROUPED: tl.constexpr, SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, ASSEMBLY: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """A block of outputs of some tokens with 8-bit float weights, over one part of the inputs.
+
+    x: [rows, inputs]; numbers: [filled, inputs]; scales: [groups, filled / SHARED], or one group
+    for all inputs (not IS_GROUPED); steps: of STEP inputs; per_part: steps of a part; per_group:
+    steps of a group; out: [parts, rows, outputs].
+    HOW: "exact": the weights become x's type; "rounding": x is rounded here, with a scale per row
+    and step; "rounded": x holds 8-bit floats, x_scales [steps, rows] or [rows] are theirs.
+    """
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    part = tl.program_id(2)
+    is_row = m < rows
+    k = tl.arange(0, STEP)
+    x_at = x + m.to(tl.int64)[:, None] * x_row + k[None, :]
+    w_at = numbers + n.to(tl.int64)[:, None] * inputs + k[None, :]
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    width = (filled // SHARED).to(tl.int64)
+    HAS_UNITS: tl.constexpr = HOW == "rounding" or X_IS_GROUPED
+    IS_UNIFORM: tl.constexpr = SHARED % OUTPUTS == 0
+    first = part * per_part
+    end = tl.minimum(first + per_part, steps)
+    tl.assume(first < end)  # or the compiler runs asynchronous products one at a time
+    for step in range(first, end):
+        start = step * STEP
+        if IS_EVEN:
+            values = tl.load(x_at + start, mask=is_row[:, None], other=0.0)
+            w = tl.load(w_at + start)
+        else:
+            is_input = (start + k < inputs)[None, :]
+            values = tl.load(x_at + start, mask=is_row[:, None] & is_input, other=0.0)
+            w = tl.load(w_at + start, mask=is_input, other=0.0)
+        if IS_GROUPED:  # read before the product, which it then does not wait for
+            at = scales + (step // per_group) * width
+            if IS_UNIFORM:
+                scale = tl.load(at + tl.program_id(1) * OUTPUTS // SHARED)
+            else:
+                scale = tl.load(at + n // SHARED)[:, None]
+        if X_IS_GROUPED:
+            unit = tl.load(x_scales + step * rows.to(tl.int64) + m, mask=is_row, other=0.0)
+        if HOW == "exact":
+            w = opened_float(w, x.dtype.element_ty, ASSEMBLY)
+        elif HOW == "rounding":
+            wide = values.to(tl.float32)
+            unit = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30) / MOST
+            values = (wide / unit[:, None]).to(numbers.dtype.element_ty)
+        if HAS_UNITS and IS_GROUPED:
+            total += tl.dot(w, tl.trans(values)) * (unit[None, :] * scale)
+        elif HAS_UNITS:
+            total += tl.dot(w, tl.trans(values)) * unit[None, :]
+        elif IS_GROUPED:
+            total += tl.dot(w, tl.trans(values), input_precision="ieee") * scale
+        elif HOW == "exact":
+            total = tl.dot(w, tl.trans(values), total, input_precision="ieee")
+        else:  # sums of 8-bit products have few bits within the tensor core
+            total += tl.dot(w, tl.trans(values))
+    is_output = n < outputs
+    if not IS_GROUPED:
+        total *= tl.load(scales + n // SHARED)[:, None]
+    if HOW == "rounded" and not X_IS_GROUPED:
+        total *= tl.load(x_scales + m, mask=is_row, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    at = (part * rows + m).to(tl.int64) * outputs
+    where = out + at[:, None] + n[None, :]
+    made = tl.trans(total).to(out.dtype.element_ty)
+    tl.store(where, made, mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def unpack_floats(
+    numbers, scales, out, inputs, outputs, filled, group,
+    SHARED: tl.constexpr, STEP: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """STEP inputs of a block of outputs as plain numbers. numbers: the bits, [filled, inputs]; out:
+    [outputs, inputs]"""
+    k = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = n.to(tl.int64)[:, None] * inputs + k[None, :]
+    mask = (n < outputs)[:, None] & (k < inputs)[None, :]
+    values = opened_float(tl.load(numbers + inside, mask=mask, other=0), tl.float32, "")
+    at = (k // group).to(tl.int64)[None, :] * (filled // SHARED) + (n // SHARED)[:, None]
+    values *= tl.load(scales + at, mask=mask, other=0.0)
+    tl.store(out + inside, values.to(out.dtype.element_ty), mask=mask)
+
+
 # Sizes that vary from call to call are not compiled for.
+multiply_many = triton.jit(_multiply_many, do_not_specialize=["rows", "steps", "per_part"])
+multiply_floats = triton.jit(_multiply_floats, do_not_specialize=["rows", "steps", "per_part"])
 multiply = triton.jit(_multiply, do_not_specialize=["rows", "steps", "per_part"])
 add_parts = triton.jit(_add_parts, do_not_specialize=["size"])

@@ -4,8 +4,9 @@ A packed weight is numbers, and factors in tensors of their own. The inputs are 
 share a factor. All outputs of a chunk are adjacent, so a thread block reads contiguous memory. A
 byte of 4-bit numbers has two chunks: the even one low, the odd one high.
 
-Up to UNPACK_ABOVE rows one kernel reads the integers and multiplies. With more rows the weight is
-unpacked for a product of the vendor's library; the product then costs more than the unpacking. The
+Up to UNPACK_ABOVE rows one kernel reads the integers and multiplies; from ROUND_ABOVE on it
+multiplies them by their factors first. With more rows the weight is unpacked for a product of the
+vendor's library; the product then costs more than the unpacking. The
 inputs are cut into parts whose sums are added in order. So a result depends on the number of rows,
 never on the order of the thread blocks.
 """
@@ -232,6 +233,8 @@ def _filled(tensor: Tensor, dim: int) -> Tensor:
 
 UNPACK_ABOVE = 256
 """With more rows than this, the weight is unpacked."""
+ROUND_ABOVE = 64
+"""With more rows than this, the product rounds the weights to the activations' type."""
 LEAST_INPUTS = 256
 """Fewest inputs of a part that are worth the extra sum."""
 _ADD = 1024
@@ -249,6 +252,8 @@ class Shape:
         rows, outputs: sizes of a block.
         parts: number of parts that the inputs are cut into.
         is_turned: computes outputs times tokens instead of tokens times outputs.
+        rounds: factors multiply the integers before the product, which rounds the weights to the
+            activations' type; only if `is_turned`.
     """
 
     rows: int
@@ -257,26 +262,36 @@ class Shape:
     is_turned: bool
     warps: int = 4
     stages: int = 3
+    rounds: bool = False
 
 
-def shape_of(rows: int, weight: PackedNumbers, item_bytes: int = 2) -> Shape:
+def shape_of(rows: int, weight: PackedNumbers, dtype: torch.dtype = torch.bfloat16) -> Shape:
     """The block sizes for some rows of activations: the fastest ones in
     `benchmarks/cuda_products.py` on a device with 132 multiprocessors, which needs at least that
     many thread blocks."""
     is_wide, is_coarse = weight.bits == 8, weight.numbers.shape[2] >= 64
+    may_overflow = dtype == torch.float16 and weight.units is not None
     if rows <= 16:
         shape, blocks = Shape(16, 128, 1, is_turned=False), 1056 if is_wide else 528
         if not is_wide and not is_coarse:
             shape, blocks = Shape(16, 64, 1, is_turned=False), 1056
-    elif rows <= 32 or item_bytes > 2:
+    elif rows <= 32 or dtype == torch.float32:
         width = 64 if is_coarse and not is_wide else 128
         shape, blocks = Shape(32, width, 1, is_turned=not is_wide), 528
-    elif rows > 64 and is_coarse and not is_wide:
-        shape, blocks = Shape(128, 128, 1, is_turned=True, warps=8), 132
-    else:
+    elif rows <= ROUND_ABOVE or may_overflow:
         shape, blocks = Shape(64 if rows <= 64 else 128, 64, 1, is_turned=True, stages=4), 264
-    tiles = -(-weight.outputs // shape.outputs) * max(1, -(-rows // shape.rows))
-    most = max(1, weight.inputs // LEAST_INPUTS)
+    elif rows <= 128:
+        shape, blocks = Shape(128, 128, 1, is_turned=True, warps=8, rounds=True), 132
+    else:
+        shape = Shape(256, 128, 1, is_turned=True, warps=8, stages=2, rounds=True)
+        blocks = 132
+    return with_parts(shape, blocks, rows, weight.outputs, weight.inputs)
+
+
+def with_parts(shape: Shape, blocks: int, rows: int, outputs: int, inputs: int) -> Shape:
+    """The shape, with so many parts that there are up to `blocks` thread blocks."""
+    tiles = -(-outputs // shape.outputs) * max(1, -(-rows // shape.rows))
+    most = max(1, inputs // LEAST_INPUTS)
     return replace(shape, parts=max(1, min(blocks // tiles, most)))
 
 
@@ -290,7 +305,7 @@ class QuantisedLinear:
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) > UNPACK_ABOVE:
             return functional.linear(x, unpacked(self.weight, x.dtype), bias)
-        shape = shape_of(len(x), self.weight, x.element_size())
+        shape = shape_of(len(x), self.weight, x.dtype)
         return product(x, self.weight, bias, shape, self._assembly)
 
 
@@ -308,7 +323,7 @@ def product(
     """x·Wᵀ + bias. x: [tokens, in] T, tokens may be strided; bias: [out] T or None; assembly: from
     `assembly_for`.
     returns: [tokens, out] T"""
-    from banyan.ops.cuda.product_kernels import add_parts, multiply
+    from banyan.ops.cuda import product_kernels
 
     assert x.shape[1] == weight.inputs and x.stride(1) == 1
     rows, outputs = len(x), weight.outputs
@@ -322,8 +337,28 @@ def product(
     if parts > 1:
         made = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
     chunk = weight.numbers.shape[2]
-    grid = (-(-outputs // shape.outputs), -(-rows // shape.rows), parts)
-    multiply[grid](
+    tiles = (-(-outputs // shape.outputs), -(-rows // shape.rows))
+    constants: dict[str, object] = {
+        "BITS": weight.bits,
+        "BASE": weight.base,
+        "HAS_MINIMA": weight.minima is not None,
+        "HAS_UNITS": weight.units is not None,
+        "HAS_BIAS": bias is not None and parts == 1,
+        "CHUNK": chunk,
+        "ROWS": shape.rows,
+        "OUTPUTS": shape.outputs,
+        "ASSEMBLY": assembly,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+    }
+    if shape.rounds:
+        is_paired = assembly and x.dtype == torch.bfloat16
+        constants["SCALING"] = scaling(weight.minima is not None) if is_paired else ""
+        launch = product_kernels.multiply_many[(*tiles[::-1], parts)]
+    else:
+        constants["IS_TURNED"] = shape.is_turned
+        launch = product_kernels.multiply[(*tiles, parts)]
+    launch(
         x,
         weight.numbers,
         weight.scales,
@@ -339,31 +374,27 @@ def product(
         steps,
         per_part,
         weight.group // chunk,
-        BITS=weight.bits,
-        BASE=weight.base,
-        HAS_MINIMA=weight.minima is not None,
-        HAS_UNITS=weight.units is not None,
-        HAS_BIAS=bias is not None and parts == 1,
-        IS_TURNED=shape.is_turned,
-        CHUNK=chunk,
-        ROWS=shape.rows,
-        OUTPUTS=shape.outputs,
-        ASSEMBLY=assembly,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        **constants,
     )
     if parts > 1:
-        add_parts[(-(-out.numel() // _ADD),)](
-            made,
-            x if bias is None else bias,
-            out,
-            parts,
-            out.numel(),
-            outputs,
-            HAS_BIAS=bias is not None,
-            BLOCK=_ADD,
-        )
+        add_up(made, bias, out)
     return out
+
+
+def add_up(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write the sum of parts [count, rows, outputs] fp32, in order, plus the bias [outputs]."""
+    from banyan.ops.cuda.product_kernels import add_parts
+
+    add_parts[(-(-out.numel() // _ADD),)](
+        parts,
+        out if bias is None else bias,
+        out,
+        len(parts),
+        out.numel(),
+        out.shape[1],
+        HAS_BIAS=bias is not None,
+        BLOCK=_ADD,
+    )
 
 
 def unpacked(weight: PackedNumbers, dtype: torch.dtype) -> Tensor:
@@ -408,7 +439,7 @@ def _declines(spec: OpSpec) -> str | None:
 def _rounding(toolkit: object) -> str:
     """The storage type that float weights are rounded to; "" = not rounded."""
     wanted = toolkit.quantization if isinstance(toolkit, CudaToolkit) else ""
-    return QUANTIZATIONS[wanted] if wanted else ""
+    return QUANTIZATIONS.get(wanted, "")
 
 
 def packer(toolkit: object) -> Callable[..., PackedLinear]:
@@ -454,6 +485,15 @@ LEAST_CAPABILITY = (9, 0)
 """Lowest compute capability that subtracts two bf16 numbers at once."""
 _HALVES = {torch.bfloat16: ("bf16x2", 0x4300), torch.float16: ("f16x2", 0x6400)}
 """Type -> PTX name of a pair, and the bits of the number that codes are added to."""
+
+
+def scaling(has_minima: bool) -> str:
+    """PTX: two bf16 numbers ($1) times the sum of two others ($2, $3), plus $4 if it has minima."""
+    more = "mov.b32 p, 0x3f803f80; fma.rn.bf16x2 $0, $0, p, $4; " if has_minima else ""
+    return (
+        "{ .reg .b32 p, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 p, $1, $3, z; "
+        f"fma.rn.bf16x2 $0, $1, $2, p; {more}}}"
+    )
 
 
 def _both(bits: int) -> str:

@@ -8,6 +8,8 @@ from banyan.base.table import Table
 from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import QuantFacts
 from banyan.models.weights.quant.base import OpenMethod, QuantMethod
+from banyan.ops.activation_quant import STATIC
+from banyan.ops.stored import E4M3_DYNAMIC
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,19 @@ class QuantForm:
 
 
 _HERE = "banyan.models.weights.quant"
-_ROUNDED = {"w8a8_int8": "int8", "modelslim": "modelslim"}
-"""Forms that ask for rounded activations -> where they are read."""
+_ROUNDED = {
+    STATIC: {"w8a8_int8": "int8", "modelslim": "modelslim"},
+    E4M3_DYNAMIC: {
+        "fp8": "fp8",
+        "compressed-tensors": "compressed",
+        "modelopt": "modelopt",
+        "quark": "quark",
+    },
+}
+"""Storage type with rounded activations -> forms that ask for it -> where they are read."""
 _EIGHT_BIT_FLOATS = (
     "E4M3 with a scale per 32 inputs; BF16 for e5m2, for groups and blocks that are no multiple of "
-    "32 wide, and on devices other than CPUs"
+    "32 wide, and on NPUs"
 )
 FORMS = {
     "fp8": QuantForm(
@@ -106,18 +116,23 @@ QUANT_METHODS: Table[OpenMethod] = Table(
 
 ROUNDING: Table[OpenMethod] = Table(
     "quantization with rounded activations",
-    {name: f"{_HERE}.{file}:open_rounding" for name, file in _ROUNDED.items()},
+    {
+        name: f"{_HERE}.{file}:open_rounding"
+        for files in _ROUNDED.values()
+        for name, file in files.items()
+    },
 )
 
 
-def open_method(quant: QuantFacts, where: str, rounds: bool = False) -> QuantMethod:
+def open_method(quant: QuantFacts, where: str, rounded: Sequence[str] = ()) -> QuantMethod:
     """The method of a checkpoint; ConfigError when its name is unknown, ModelError when a setting
     is not served.
 
     Args:
-        rounds: the device rounds activations to 8 bits where a checkpoint asks for it.
+        rounded: storage types with which the device rounds activations to 8 bits.
     """
-    table = ROUNDING if rounds and quant.method in _ROUNDED else QUANT_METHODS
+    is_rounded = any(quant.method in _ROUNDED[type] for type in rounded)
+    table = ROUNDING if is_rounded else QUANT_METHODS
     opened = table.load(quant.method)
     return opened(CheckpointFields(json.loads(quant.settings), f"{where}, quantization_config"))
 

@@ -12,7 +12,7 @@ Source: compressors and quantization arguments of github.com/vllm-project/compre
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from banyan.models.weights.quant.groups import (
     groups_of,
     unpack_words,
 )
-from banyan.ops.stored import FLOAT8_TYPES
+from banyan.ops.stored import E4M3, E4M3_DYNAMIC, FLOAT8_TYPES
 
 _PARTS = (
     "weight_packed",
@@ -75,11 +75,13 @@ class Scheme:
         bits: of one number.
         group: inputs that share a scale; 0 = all of them.
         block: rows and columns that share a scale.
+        rounds: activations are rounded to 8-bit floats.
     """
 
     bits: int
     group: int
     block: tuple[int, int] | None
+    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,13 @@ class CompressedTensors:
     Attributes:
         schemes: modules -> what is done to their weights, the first one counts.
         ignored: modules that are left as they are.
+        keeps_rounding: activations are rounded to 8-bit floats where a scheme asks for it.
     """
 
     schemes: tuple[tuple[Modules, Scheme], ...]
     ignored: Modules
     remark: str
+    keeps_rounding: bool = False
 
     def part_of(self, name: str, type: str) -> tuple[str, str] | None:
         is_raw = type in ("I8", *FLOAT8_TYPES)
@@ -106,7 +110,8 @@ class CompressedTensors:
             return _packed(parts, scheme)
         if "weight" in parts and parts["weight"].type in FLOAT8_TYPES:
             group = (1, scheme.group) if scheme.group else None
-            return Fp8(scheme.block or group).restore(stem, parts)
+            type = E4M3_DYNAMIC if self.keeps_rounding and scheme.rounds else E4M3
+            return Fp8(scheme.block or group, type=type).restore(stem, parts)
         return _eight_bits(parts, scheme)
 
     def _scheme_of(self, stem: str) -> Scheme:
@@ -185,6 +190,13 @@ def _one_per_row(numbers: Tensor, outputs: int, groups: int, last: str) -> Tenso
     return numbers.reshape(outputs, groups)
 
 
+def open_rounding(facts: CheckpointFields) -> CompressedTensors:
+    """Where activations are rounded to 8-bit floats as the checkpoint asks."""
+    own = open_compressed(facts)
+    listed = [scheme.rounds for _, scheme in own.schemes]
+    return replace(own, remark="" if all(listed) else own.remark, keeps_rounding=any(listed))
+
+
 def open_compressed(facts: CheckpointFields) -> CompressedTensors:
     _check_format(facts, facts)
     for key in ("sparsity_config", "transform_config"):
@@ -203,7 +215,14 @@ def open_compressed(facts: CheckpointFields) -> CompressedTensors:
             raise groups.error(name, listed[name], "a group with weights")
         _check_format(group, facts)
         rounds = rounds or group.has("input_activations")
-        schemes.append((Modules(_texts(group, "targets"), where), _scheme(weights)))
+        inputs = group.part("input_activations")
+        is_float8 = (
+            inputs is not None
+            and inputs.text("type", default="int") == "float"
+            and inputs.integer("num_bits", 1, 32, default=8) == 8
+        )
+        scheme = replace(_scheme(weights), rounds=is_float8)
+        schemes.append((Modules(_texts(group, "targets"), where), scheme))
     ignored = Modules(_texts(facts, "ignore"), "quantization_config, ignore")
     remark = "activations are not rounded as the checkpoint asks" if rounds else ""
     return CompressedTensors(tuple(schemes), ignored, remark)

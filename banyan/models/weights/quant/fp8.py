@@ -2,8 +2,9 @@
 (DeepSeek-V3); single weights and stacks of experts. Other formats with such numbers use it too.
 
 The numbers keep their bits in blocks of 32 with a scale each. If no such block can hold them they
-become bf16; each value is then exact except for the rounding of the scale. Activations are not
-rounded; a configuration that asks for it gets a warning.
+become bf16; each value is then exact except for the rounding of the scale. Where a configuration
+asks for rounded activations, the weight is E4M3_DYNAMIC on devices that round them; others get a
+warning. Scales that were measured for activations beforehand are not used: each token has its own.
 
 w4afp8 (DeepSeek-R1-W4AFP8; SGLang's form of that name) has experts in 4-bit integers:
     weight int8 [out, in/2], two numbers in a byte, the first in the low half;
@@ -14,7 +15,7 @@ Source: the `quantization_config` of deepseek-ai/DeepSeek-V3 and of transformers
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,10 +33,11 @@ from banyan.models.weights.quant.base import (
 )
 from banyan.models.weights.quant.groups import from_groups
 from banyan.ops.blocks import BLOCK
-from banyan.ops.stored import E4M3, FLOAT8_TYPES, StoredWeight, room_for
+from banyan.ops.stored import E4M3, E4M3_DYNAMIC, FLOAT8_TYPES, StoredWeight, room_for
 
 log = logger(__name__)
 
+FLOATS_OF_8_BITS = (E4M3, E4M3_DYNAMIC)
 _SCALES = ("weight_scale_inv", "weight_scale")
 _ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _MAX_BLOCK = 1 << 16
@@ -56,10 +58,12 @@ class Fp8:
     block: rows and columns that share a scale; None = from the scale's shape: per tensor, per
         output, or per equal group of an output's inputs.
     remark: difference from what the checkpoint asks for.
+    type: storage type of what is kept, E4M3 or E4M3_DYNAMIC.
     """
 
     block: tuple[int, int] | None
     remark: str = ""
+    type: str = E4M3
 
     def part_of(self, name: str, type: str) -> tuple[str, str] | None:
         if type in FLOAT8_TYPES:
@@ -79,7 +83,7 @@ class Fp8:
         spread = _spread(scale, tuple(values.shape), block)
         why = _misfit(values, block)
         if not why:
-            return Restored(_kept(values, spread))
+            return Restored(_kept(values, spread, self.type))
         found = room_for(values.shape, torch.bfloat16)
         for first in range(0, len(values), _STRIP):  # what is made in between is small
             rows = slice(first, first + _STRIP)
@@ -125,7 +129,7 @@ def _factors(scale: Tensor) -> Tensor:
 
 def plain(weight: StoredWeight) -> StoredWeight:
     """Numbers of 8 bits as bf16, others as they are. weight: [out, in] or [experts, out, in]"""
-    if weight.type != E4M3:
+    if weight.type not in FLOATS_OF_8_BITS:
         return weight
     if len(weight.shape) == _STACKED:
         each = [plain(weight.at(index)) for index in range(weight.shape[0])]
@@ -141,7 +145,7 @@ def with_plain_floats(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[s
     """For devices that do not multiply with floats of 8 bits."""
     count = 0
     for name, tensor in tensors:
-        count += tensor.type == E4M3
+        count += tensor.type in FLOATS_OF_8_BITS
         yield name, plain(tensor) if isinstance(tensor, StoredWeight) else tensor
     if count:
         log.info("%d weights of 8-bit floats became bf16, which this device multiplies with", count)
@@ -172,7 +176,7 @@ def _spread(
     return lambda rows: wide[of_row[rows]].repeat_interleave(width, 1)[:, : shape[1]]
 
 
-def _kept(values: Tensor, spread: Callable[[slice], Tensor]) -> StoredWeight:
+def _kept(values: Tensor, spread: Callable[[slice], Tensor], type: str) -> StoredWeight:
     """Numbers [out, in] with the scale of each block after it."""
     outputs, inputs = values.shape
     shape = (outputs, inputs // BLOCK, BLOCK + 4)
@@ -183,7 +187,19 @@ def _kept(values: Tensor, spread: Callable[[slice], Tensor]) -> StoredWeight:
         wide = spread(rows).expand(len(raw[rows]), inputs)
         scales = wide[:, ::BLOCK].contiguous()
         raw[rows, :, BLOCK:] = scales.unsqueeze(-1).view(torch.uint8)
-    return StoredWeight(E4M3, (outputs, inputs), raw.flatten(1))
+    return StoredWeight(type, (outputs, inputs), raw.flatten(1))
+
+
+STATIC_REMARK = "activations are rounded with a scale of each token, not with the stored ones"
+
+
+def open_rounding(facts: CheckpointFields) -> Fp8:
+    """Where activations are rounded as the checkpoint asks."""
+    own = open_fp8(facts)
+    if not own.remark:
+        return own
+    is_static = facts.text("activation_scheme", default="dynamic") == "static"
+    return replace(own, remark=STATIC_REMARK if is_static else "", type=E4M3_DYNAMIC)
 
 
 def open_fp8(facts: CheckpointFields) -> Fp8:

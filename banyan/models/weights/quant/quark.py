@@ -12,16 +12,16 @@ Source: the export pages of the documentation of AMD Quark for PyTorch.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from banyan.base.errors import ModelError
 from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.fp4 import from_mxfp4
-from banyan.models.weights.quant.fp8 import Fp8
+from banyan.models.weights.quant.fp8 import STATIC_REMARK, Fp8
 from banyan.models.weights.quant.int8 import by_output
 from banyan.ops.blocks import BLOCK
-from banyan.ops.stored import FLOAT8_TYPES
+from banyan.ops.stored import E4M3, E4M3_DYNAMIC, FLOAT8_TYPES
 
 _PARTS = (
     "weight_scale",
@@ -42,10 +42,12 @@ class Quark:
     """
     Attributes:
         types: that weights may have, of all settings.
+        kept: storage type of 8-bit floats, E4M3 or E4M3_DYNAMIC.
     """
 
     types: tuple[str, ...]
     remark: str
+    kept: str = E4M3
 
     def part_of(self, name: str, type: str) -> tuple[str, str] | None:
         is_raw = type in ("I8", "U8", *FLOAT8_TYPES)
@@ -59,7 +61,17 @@ class Quark:
             octets = numbers_of(parts, "weight", ("U8",), (None, None))
             return from_mxfp4(octets, numbers_of(parts, "weight_scale", ("U8",), (None, None)))
         numbers_of(parts, "weight_scale", FLOATS)
-        return by_output(parts) if kind == "I8" else Fp8(None).restore(stem, parts)
+        return by_output(parts) if kind == "I8" else Fp8(None, type=self.kept).restore(stem, parts)
+
+
+def open_rounding(facts: CheckpointFields) -> Quark:
+    """Where activations are rounded to 8-bit floats as the checkpoint asks."""
+    own = open_quark(facts)
+    wishes = [each.part("input_tensors") for each in _settings(facts)]
+    if not any(wish is not None and wish.text("dtype") == "fp8_e4m3" for wish in wishes):
+        return own
+    has_others = any(kind not in FLOAT8_TYPES for kind in own.types)
+    return replace(own, remark=own.remark if has_others else STATIC_REMARK, kept=E4M3_DYNAMIC)
 
 
 def open_quark(facts: CheckpointFields) -> Quark:
