@@ -114,6 +114,17 @@ def _log_as_before() -> Iterator[None]:
     log.setLevel(level)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch: steps of tiny models only lose by sharing work, most of all on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_authorities_of_the_web() -> Iterator[None]:
     """Clients do not read the certificates that the web's authorities have, which takes each new
