@@ -18,7 +18,7 @@ PATIENCE = --timeout=900 --timeout-method=signal -o faulthandler_timeout=840
 export PYTHONDONTWRITEBYTECODE =
 NPU_RELEASES = 2.13.0 2.14.0
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
-  .clients/instructor/.installed .clients/node/.installed .clients/agents/.installed \
+  .clients/instructor/.installed .clients/lm-eval/.installed .clients/node/.installed .clients/agents/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
 .PHONY: serve test test-quick test-full test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-cuda gpu-check test-parsers test-lora test-drafts test-proofs test-forms test-clients test-console test-ray test-transfer test-security trust soak bench bench-fidelity bench-cpu bench-cores bench-pairs lint format types docs model-classes clean wheel test-wheel test-chart newcomer
@@ -52,6 +52,7 @@ test-faults: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@FAULTS=20 $(BIN)/python -m pytest -s tests/system/test_self_healing.py tests/system/test_processes.py tests/system/test_shutdown.py $(ARGS)
 	@FAULT_MOMENTS=12 $(BIN)/python -m pytest tests/system/test_faults.py $(ARGS)
+	@$(BIN)/python -m tests.support.livez_hunt --polls 200000
 
 # The same in every layout of ranks; with COUNT=2 one kill and one stop in each, some minutes.
 test-rank-faults: $(VENV)/.test
@@ -108,7 +109,7 @@ test-parsers: $(VENV)/.test
 test-hostile: $(VENV)/.test
 	@HOSTILE=all $(BIN)/python -m pytest tests/system/test_hostile_requests.py $(ARGS)
 
-# Clients and coding agents of others, each in an environment of its own (2 GB in all).
+# Clients and coding agents of others, each in an environment of its own (3 GB in all).
 test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest tests/clients tests/system/test_openai_client.py $(ARGS)
@@ -324,6 +325,7 @@ $(VENV)/.dev: $(VENV)/.installed
 .clients/litellm/.installed: PACKAGES = litellm mcp
 .clients/langchain-openai/.installed: PACKAGES = langchain-openai
 .clients/instructor/.installed: PACKAGES = instructor
+.clients/lm-eval/.installed: PACKAGES = lm-eval[api] transformers
 .clients/sglang-router/.installed: PACKAGES = sglang-router
 .clients/schemathesis/.installed: PACKAGES = schemathesis
 .clients/smg/.installed: PACKAGES = smg

@@ -26,7 +26,7 @@ from banyan.config.cli import described, parse
 from banyan.config.defaults import with_settings
 from banyan.config.delete_checkpoint import delete_weight_files
 from banyan.config.env import read_environment
-from banyan.config.prepare import prepare
+from banyan.config.prepare import prepare_to_load
 from banyan.config.rules.ignored import flags_that_need_a_server
 from banyan.config.schema import Config
 from banyan.dp_attention.rules import of_replica
@@ -103,7 +103,7 @@ class Engine:
         environment = read_environment()
         config = parse(words, environment)
         log_always(log, (*config.observe.notes, *flags_that_need_a_server(config)))
-        config, model_config = prepare(config, environment)
+        config, model_config = prepare_to_load(config, environment)
         self._config = config
         self._loop = _LoopThread()
         self._opened: _Opened | None = None
@@ -453,14 +453,14 @@ async def _open(config: Config, model_config: ModelConfig, in_process: bool) -> 
             NativeSettings(
                 sampling_defaults(config.server),
                 seed_source(config.server),
-                config.model.weight_version,
+                lambda: config.model.weight_version,
                 config.server.incremental_output,
                 config.cache.store,
             ),
             adapters,
             media,
         )
-        vectors = VectorService(generator, tokenizer, limits, config.model.weight_version)
+        vectors = VectorService(generator, tokenizer, limits, lambda: config.model.weight_version)
         mine = (client, ready, tokenizer, limits, native, vectors, Sessions(), adapters, handles)
         return _Opened(*mine, stack.pop_all())
 

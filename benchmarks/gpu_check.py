@@ -59,11 +59,18 @@ PARTS = {
     "pages": Part(f"{CHECK} --parts pages", 120, ON_CPU),
     "adapters": Part(f"{CHECK} --parts adapters", 120, ON_CPU),
     "ranks": Part("-m benchmarks.cuda_ranks --parts nccl processes", 120),
+    "ranks of one GPU": Part("-m pytest -q tests/parallel/test_one_gpu.py", 100),
     "sums of ranks": Part("-m benchmarks.cuda_ranks --parts streams", 90, is_timed=True),
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
     ),
+    "fp8 models": Part("-m benchmarks.cuda_products --model", 150, "--device cpu"),
     "products": Part("-m benchmarks.cuda_products", 90, is_timed=True),
+    "speed of fp8": Part(
+        f"{CHECK} --parts speed --without-transformers --rows 1 64 --quantization fp8",
+        90,
+        is_timed=True,
+    ),
     "attention": Part(f"{ATTENTION} --parts check", 120, ON_CPU),
     "attention speed": Part(f"{ATTENTION} --parts speed", 90, ON_CPU, is_timed=True),
     "attention on hopper": Part(f"{ATTENTION} --parts hopper", 60, ON_CPU, is_timed=True),

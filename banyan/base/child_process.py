@@ -360,7 +360,7 @@ class WorkerProcess:
         self.close = weakref.finalize(self, _close, self._process)
         """Kill the process and wait for its end. May be called again."""
 
-    def run(self, task: bytes, limit_s: float | None = None) -> bytes:
+    def run(self, task: bytes | bytearray, limit_s: float | None = None) -> bytes:
         """Send a task and return the answer.
 
         Args:

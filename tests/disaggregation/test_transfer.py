@@ -93,10 +93,12 @@ def test_a_page_that_was_not_given_is_a_failed_copy(sides) -> None:
 @pytest.mark.parametrize(
     ("giver", "taker", "status", "why"),
     [
-        ({}, {"secret": "another"}, 503, "lost"),
-        ({"secret": ""}, {}, 503, "lost"),
+        ({}, {"secret": "another"}, 503, "the same secret"),
+        ({"secret": ""}, {}, 503, "the same secret"),
         ({"facts": {"number type": "32"}}, {}, 503, "number type differs: 32 there, 16 here"),
         ({"facts": {**FACTS, "draft": "x"}}, {}, 503, "draft differs: x there, nothing here"),
+        ({"peer_layout": {"--tp": 4}}, {"layout": {"--tp": 2}}, 503, "--tp 2, and 4 was announced"),
+        ({"layout": {"--pp": 2}}, {"peer_layout": {"--pp": 1}}, 503, "--pp 2, and 1 was announced"),
     ],
 )
 def test_servers_that_do_not_belong_together_share_nothing(
@@ -253,6 +255,68 @@ def test_who_speaks_otherwise_is_let_go_and_others_are_served(sides) -> None:
             assert len(heard) <= len(greeting), "nothing but a greeting"
     seek(taker, 1)
     assert taker.hear(TransferFound)
+
+
+ANSWERS: dict[str, list[bytes]] = {
+    "closes": [],
+    "a web server": [b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n"],
+    "another version": [b"banyan rooms 3\n", bytes(16)],
+    "cut": [wire.GREETING[:5]],
+    "forged": [wire.GREETING, bytes(16), bytes(4), bytes((wire.LATER,)), bytes(16)],
+    "garbage": [wire.GREETING, bytes(16), b"\xff" * 64],
+    "its own words": [wire.GREETING, b"MIRROR"],
+}
+
+
+def test_a_decode_server_tells_no_client_which_ports_are_open(monkeypatch) -> None:
+    """Whatever is at the address that a client names, the error is one and the same."""
+    monkeypatch.setattr(wire, "GREETING_S", 0.3)
+    monkeypatch.setattr(wire, "SILENCE_S", 0.3)
+    taker = Side(DecodeSide, 0)
+    errors: dict[str, tuple[int, str]] = {}
+
+    def try_port(what: str, port: int) -> None:
+        taker.peer = f"127.0.0.1:{port}"
+        seek(taker, 1, room=len(errors).to_bytes(len(ROOM), "little"))
+        failed = taker.hear(TransferFailed)
+        errors[what] = failed.status, failed.text.replace(taker.peer, "THERE")
+
+    try:
+        for what, parts in ANSWERS.items():
+            with answering(parts) as port:
+                try_port(what, port)
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            try_port("closed", closed.getsockname()[1])
+        assert len(set(errors.values())) == 1, errors
+        assert errors["closed"][0] == 503
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            try_port("silent", silent.getsockname()[1])
+        assert errors["silent"] == (504, errors["closed"][1])
+    finally:
+        taker.mover.close()
+
+
+@contextlib.contextmanager
+def answering(parts: list[bytes]) -> Iterator[int]:
+    """A port whose server sends this and closes; MIRROR = what it has received."""
+
+    def serve() -> None:
+        with listener.accept()[0] as came:
+            heard = came.recv(1 << 10)
+            for part in parts:
+                came.sendall(heard[len(wire.GREETING) :] if part == b"MIRROR" else part)
+            if b"MIRROR" in parts:
+                came.sendall(came.recv(1 << 10))
+            came.shutdown(socket.SHUT_WR)
+            while came.recv(1 << 10):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
 
 
 def _received(stranger: socket.socket) -> bytes:

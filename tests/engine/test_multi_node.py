@@ -3,12 +3,13 @@
 import socket
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 
 import msgspec
 import pytest
+import zmq
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.config.schema import Config, ParallelConfig
@@ -19,6 +20,7 @@ from banyan.engine.multi_node import (
     NodeHeartbeat,
     Nodes,
     check_secret,
+    keys_of,
     ranks_of,
     serve_node,
 )
@@ -155,3 +157,160 @@ def _join(where: ParallelConfig, secret: str, mine: str, hello: Hello) -> str:
     finally:
         leader.join()
         nodes.close()
+
+
+def _forged_leader(where: ParallelConfig, secret: str, answers: list[list[bytes]]) -> None:
+    """Answers the first message of a node with these."""
+    context = zmq.Context()
+    forged = context.socket(zmq.ROUTER)
+    forged.curve_server = True
+    forged.curve_publickey, forged.curve_secretkey = keys_of(secret, "leader")
+    forged.bind(f"tcp://{where.meeting}")
+    identity, *_ = forged.recv_multipart()
+    for answer in answers:
+        forged.send_multipart([identity, *answer])
+    forged.close(linger=5000)
+    context.term()
+
+
+START = msgspec.msgpack.encode(
+    ([ProcessSpec(RANK, Config(), MODEL_CONFIG, "")], "file:///nowhere/meet")
+)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [b"S"],
+        [b"S", b""],
+        [b"S", b"\xc1" * 40],
+        [b"S", START[:-3]],
+        [b"S", msgspec.msgpack.encode(([], ""))],
+        [b"S", msgspec.msgpack.encode((["x"] * 3, 5))],
+        [b"S", b"\x91" * 100_000],
+        [b"S", START, b"more"],
+        [b"R"],
+        [b"R", b"no", b"more"],
+        [b"?"],
+        [b""],
+    ],
+    ids=str,
+)
+def test_a_leader_that_talks_nonsense_is_refused_in_words(answer):
+    """Who knows the secret, or is on this machine where there is none."""
+    where = parallel(free_port(), meet_timeout_s=20)
+    forged = threading.Thread(target=_forged_leader, args=(where, "s", [answer]))
+    forged.start()
+    with pytest.raises(DeviceError, match="message that this node does not understand"):
+        serve_node(where, "s", HELLO, "", comes_again=False)
+    forged.join()
+
+
+class Recorder:
+    """Passes one connection on, and keeps what its client sent.
+
+    Attributes:
+        sent: the bytes, by connection.
+    """
+
+    def __init__(self, target: int) -> None:
+        self.sent: list[bytearray] = []
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                kept = bytearray()
+                self.sent.append(kept)
+                for pair in ((near, far, kept), (far, near, bytearray())):
+                    threading.Thread(target=self._copy, args=pair, daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket, kept: bytearray) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                kept += data
+                sink.sendall(data)
+        for end in (source, sink):
+            end.close()
+
+
+def _strangers(where: ParallelConfig, recorded: bytes) -> list[socket.socket]:
+    """Connections of those who have not the secret; some stay open."""
+    port = int(where.meeting.rpartition(":")[2])
+    zmtp = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    null = zmtp.replace(b"CURVE", b"NULL\0")
+    said = [
+        *(b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00" + bytes(512), bytes(4096)),
+        *(zmtp, null, null + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"),
+        zmtp + b"\x04\xc8\x05HELLO\x01\x00" + bytes(192),
+        zmtp + b"\x06" + (1 << 62).to_bytes(8, "big"),
+        *(recorded[:at] for at in (1, 11, 64, 100, 200, 300, len(recorded) - 1)),
+        *(recorded, recorded + recorded, recorded[64:], recorded[:-8] + bytes(8)),
+    ]
+    found: list[socket.socket] = []
+    for words in said:
+        for stays in (False, True):
+            stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+            with suppress(OSError):
+                stranger.sendall(words)
+            if stays:
+                found.append(stranger)
+            else:
+                stranger.close()
+    return found
+
+
+def _session_of(where: ParallelConfig, secret: str) -> bytes:
+    """What a node sends while it registers."""
+    recorder = Recorder(int(where.meeting.rpartition(":")[2]))
+    nodes = Nodes(replace(where, nodes=2), secret, replace_hello(node=0, nodes=2))
+    try:
+        with Leader(f"127.0.0.1:{recorder.port}", secret) as node:
+            node.send(b"H", msgspec.json.encode(replace_hello(node=1, nodes=2)))
+            nodes.gather()
+        return bytes(recorder.sent[0])
+    finally:
+        recorder.close()
+        nodes.close()
+
+
+def test_who_cannot_show_the_secret_neither_joins_nor_disturbs():
+    """Garbage, other mechanisms, cut and forged greetings, and what a node sent an earlier leader,
+    before the nodes come and while they work."""
+    where = parallel(free_port(), meet_timeout_s=60)
+    recorded, died = _session_of(where, "s"), SimpleQueue()
+    assert len(recorded) > 300
+    nodes = Nodes(where, "s", replace_hello(node=0))
+    open_ones = _strangers(where, recorded)
+    with Leader(where.meeting, "s") as one, Leader(where.meeting, "s") as two:
+        one.send(b"H", msgspec.json.encode(replace_hello(node=1)))
+        two.send(b"H", msgspec.json.encode(replace_hello(node=2)))
+        nodes.gather()
+        assert sorted(nodes._identity) == [1, 2]
+        config = replace(Config(), parallel=where)
+        nodes.start(lambda _: [ProcessSpec(RANK, config, MODEL_CONFIG, "")])
+        nodes.watch(died.put)
+        open_ones += _strangers(where, recorded)
+        nodes.send(2, b"frame of rank 2")
+        found = [one.receive(60)]
+        while found[-1] is not None and found[-1][0] != b"F":
+            found.append(one.receive(60))
+        assert found[0] is not None and found[0][0] == b"S"
+        assert found[-1] == [b"F", b"2", b"frame of rank 2"]
+        two.send(b"B", msgspec.json.encode(NodeHeartbeat(rank=4, silent_s=60.0)))
+        deadline = time.monotonic() + 60
+        while nodes.silence()[0] != 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert died.empty()
+        nodes.close()
+    for stranger in open_ones:
+        stranger.close()

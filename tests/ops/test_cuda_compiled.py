@@ -131,8 +131,10 @@ def test_rows():
     for has_residual in (False, True):
         compiled(kernels.norm, ends, {"HAS_RESIDUAL": has_residual, "BLOCK": 4096}, num_warps=8)
     turned = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": FLOAT, "sin": FLOAT}
-    for rest in (0, 64):
-        compiled(kernels.rotate, turned, {"BLOCK": 64, "REST": rest}, num_warps=1)
+    turned |= {"q_weight": HALF, "k_weight": HALF}
+    for rest, has_norms in ((0, True), (64, False), (64, True)):
+        sizes = {"BLOCK": 64, "REST": rest, "HAS_NORMS": has_norms}
+        compiled(kernels.rotate, turned, sizes, num_warps=1)
     for is_limited in (False, True):
         sizes = {"LIMITED": is_limited, "BLOCK": 1024}
         compiled(kernels.silu_gate, {"gate_up": HALF, "out": HALF, "limit": "fp32"}, sizes)

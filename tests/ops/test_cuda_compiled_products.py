@@ -85,7 +85,7 @@ def test_products_with_8_bit_floats(how, is_grouped, rows):
     sizes |= {"X_IS_GROUPED": is_grouped and how == "rounded", "HAS_BIAS": True, "IS_EVEN": True}
     sizes |= {"STEP": 128, "MOST": 448.0}
     sizes["ASSEMBLY"] = fp8.conversion(torch.bfloat16) if how == "exact" else ""
-    shape = fp8.shape_of(rows, packed, is_exact=how == "exact")
+    shape = fp8.shape_of(rows, packed, torch.bfloat16 if how == "exact" else None)
     ptx = compiled_product(PRODUCTS.multiply_floats, tensors, sizes, shape)
     assert ("e4m3.e4m3" in ptx) == (how != "exact")
 

@@ -98,6 +98,13 @@ def test_the_memory_of_peers_is_checked_where_it_is_asked(monkeypatch):
     assert asked == [False, True]
 
 
+def test_gpus_of_several_kinds_are_refused(monkeypatch):
+    monkeypatch.setattr(nccl, "own_kind", lambda: "B")
+    nccl.check_kinds(lambda name, mine: [mine, b"B"])
+    with pytest.raises(ConfigError, match=r"GPUs of several kinds: A, B\. Choose"):
+        nccl.check_kinds(lambda name, mine: [mine, b"A", b"B"])
+
+
 def test_a_rank_waits_for_the_others_as_long_as_the_limit(monkeypatch):
     """The groups are opened with the timeout of the flag."""
 

@@ -84,7 +84,7 @@ async def stream_of(body, seed=0, **options):
 
 @asynchronous
 async def test_a_single_answer_has_text_ids_and_facts():
-    answer = await answer_to({"text": "abc", "rid": "me"}, weight_version="v7")
+    answer = await answer_to({"text": "abc", "rid": "me"}, weight_version=lambda: "v7")
     assert answer == {
         "text": "ABC",
         "output_ids": [*ids_of("ABC"), EOS],

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -292,6 +293,43 @@ def test_a_connection_goes_on_behind_a_body_that_was_refused(locked: Site) -> No
     found = b"".join(sent_whole(locked, too_large, BIG + next_one))
     assert found.count(b"HTTP/1.1 ") == 2 and found.split()[1] == b"413"
     assert found.split(b"HTTP/1.1 ")[2].startswith(b"200")
+
+
+@pytest.mark.parametrize("size", [1 << 20, 1000, 7])
+def test_requests_that_do_not_wait_for_answers_are_answered_in_order(site: Site, size: int) -> None:
+    """Forty in one packet, or cut anywhere; those behind a stream wait for its end."""
+    site.generator.script = lambda request: steps(f"<{len(request.prompt)}>")
+    kinds = [
+        (b"GET /livez", b"", b"200"),
+        (b"GET /nowhere", b"", b"404"),
+        (b"POST /generate", b'{"text": "abc"}', b"<3>"),
+        (b"POST /generate", b'{"text": "abcdefgh", "stream": true}', b"<8>"),
+        (b"POST /generate", b"{", b"400"),
+    ]
+    wanted, said = [], b""
+    for number in range(40):
+        line, body, sign = kinds[number * 7 % len(kinds)]
+        last = b"Connection: close\r\n" if number == 39 else b""
+        head = line + b" HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: n%d\r\n" % number
+        said += head + last + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        wanted.append((b"n%d" % number, sign))
+    found = b""
+    with socket.create_connection(("127.0.0.1", site.port), timeout=60) as client:
+        sender = threading.Thread(target=_sent_in_pieces, args=(client, said, size))
+        sender.start()
+        while part := client.recv(1 << 16):
+            found += part
+        sender.join()
+    answers = found.split(b"HTTP/1.1 ")[1:]
+    assert len(answers) == len(wanted)
+    for answer, (name, sign) in zip(answers, wanted, strict=True):
+        assert b"x-client-request-id: " + name + b"\r\n" in answer and sign in answer
+
+
+def _sent_in_pieces(client: socket.socket, said: bytes, size: int) -> None:
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for at in range(0, len(said), size):
+        client.sendall(said[at : at + size])
 
 
 def test_nothing_behind_the_last_request_of_a_connection_is_answered(locked: Site) -> None:

@@ -16,11 +16,16 @@ from tests.server.fakes import Site
 Parse = Callable[[bytes], object]
 
 
-@pytest.fixture
-def stepped(monkeypatch: pytest.MonkeyPatch) -> Parse:
+PARTED = {"QUICK_BYTES": -1, "LONG_TEXT": 2}
+"""Texts of more than two bytes count as long."""
+
+
+@pytest.fixture(params=[{"QUICK_VALUES": -1}, PARTED], ids=["stepped", "parted"])
+def stepped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Parse:
     def parse(body: bytes) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(limits, "QUICK_VALUES", -1)
+            for name, value in request.param.items():
+                patch.setattr(limits, name, value)
             return strict_json(body)
 
     return parse
@@ -68,6 +73,14 @@ REFUSED = [
         b"[+1]",
         b"[1]x",
     ),
+    *(b'{"long key":1,"long key":2}', b'["long\x1f"]', b'["long\xff"]', b'"long" "long"'),
+    *(
+        b'{"long key" "long"}',
+        b'["long", "lon\\"]',
+        b'["lo\\"ng\x01"]',
+        b'"long\\',
+        b'["\\\\"long"]',
+    ),
     *(b"NaN", b"[1,NaN]", b"[Infinity]", b"[-Infinity,1]", b"[1e999]", b"[1,1e999,2]", b"[-]"),
     *(b'{"a":1,"a":2}', b'{"a":1,}', b'{"a" 1}', b"{a:1}", b"['a']", b'"\x01"', b'"\\x"', b'"'),
     *(b'"\\ud800"', b'{"\\udfff":1}', b'["\xff"]', b"\xef\xbb\xbf{}", b"[" * 2000 + b"]" * 2000),
@@ -85,7 +98,8 @@ def test_the_refusals_are_the_same(stepped: Parse, body: bytes) -> None:
 
 def test_a_bit_of_damage_is_refused_by_both_or_by_none(stepped: Parse) -> None:
     rng = random.Random(5)
-    body = b'{"a": [1, 2.5, -3e2, "x\\n\\u4f60"], "b": {"c": null, "d": [[], {}]}, "e": -0.0}'
+    body = b'{"a": [1, 2.5, -3e2, "x\\n\\u4f60"], "longer": "text", '
+    body += b'"b": {"c": null, "d": [[], {}]}, "e": -0.0}'
     for _ in range(3000):
         damaged = bytearray(body)
         for _ in range(rng.randrange(1, 3)):
@@ -144,6 +158,21 @@ def test_a_long_text_is_whole(stepped: Parse) -> None:
         assert stepped(json.dumps({"text": text}, ensure_ascii=False).encode()) == {"text": text}
 
 
+def test_a_file_in_base64_does_not_go_through_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[int] = []
+    decode = limits._decoded
+
+    def noted(body: bytes) -> str:
+        parsed.append(len(body))
+        return decode(body)
+
+    monkeypatch.setattr(limits, "_decoded", noted)
+    files = ["QUJD" * (1 << 20), "data:image/png;base64," + "+/==" * (1 << 18), "\u4f60" * 70_000]
+    value = {"a": [{"url": files[0]}, "short"], files[1]: {"b": files[2], "c": files[0]}}
+    assert strict_json(json.dumps(value, ensure_ascii=False).encode()) == value
+    assert parsed and parsed[0] < 1000
+
+
 def test_large_bodies_are_parsed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once, most = 0, 0
     parse = exchange.json_object
@@ -179,7 +208,8 @@ class Counted(bytes):
 
 
 def test_marks_are_counted_in_pieces() -> None:
-    body = Counted(json.dumps({"text": "[" * 100 + "x" * (5 << 20), "n": [1, 2]}).encode())
+    text = "\n" + "[" * 100 + "x" * (5 << 20)
+    body = Counted(json.dumps({"text": text, "n": [1, 2]}).encode())
     body.spans = []
     assert limits.json_object(body) == json.loads(bytes(body))
     assert max(body.spans) <= 1 << 20 and len(body.spans) > 30

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import random
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -20,7 +22,7 @@ from banyan.config.cli import described
 from banyan.config.schema import ServerConfig
 from banyan.server.http.listen import bind, web_server
 from banyan.server.http.tls import LOOK_S, tls_context
-from tests.server.fakes import Site
+from tests.server.fakes import Site, steps
 from tests.support.flags import config_of
 
 AUTHORITY = trustme.CA()
@@ -48,10 +50,10 @@ def trusting() -> ssl.SSLContext:
 
 
 @contextlib.contextmanager
-def serving(context: ssl.SSLContext | None) -> Iterator[int]:
+def serving(context: ssl.SSLContext | None, site: Site | None = None) -> Iterator[int]:
     """The application behind real connections; yields its port."""
     listener = bind(ServerConfig(port=0))
-    web = web_server(Site().app, 5, 1.0, context)
+    web = web_server((site or Site()).app, 5, 1.0, context)
     thread = threading.Thread(target=lambda: asyncio.run(web.serve([listener])), daemon=True)
     thread.start()
     try:
@@ -131,6 +133,60 @@ def test_another_certificate_is_taken_without_a_restart(tmp_path: Path, more, ca
         clock.advance_to(3 * (LOOK_S + 1))
         shown()
         assert (shown() != first) == bool(more)
+
+
+def test_open_connections_outlive_new_certificates_and_files_half_written(tmp_path: Path) -> None:
+    """The pair changes under a stream and a kept connection, byte by byte, in any order."""
+    site, clock, dice = Site(), VirtualClock(), random.Random(3)
+    site.generator.script = lambda _: steps(*"abcdefgh")
+    pairs = [[Path(f).read_bytes() for f in files(tmp_path, number)] for number in range(3)]
+    context = tls_context(flags(tmp_path, "--enable-ssl-refresh"), clock)
+    now = tmp_path / "0.pem", tmp_path / "0.key"
+    with serving(context, site) as port, ExitStack() as stack:
+        url = f"https://localhost:{port}"
+        kept = stack.enter_context(httpx.Client(base_url=url, verify=trusting()))
+        assert kept.get("/livez").status_code == 200
+        streams = stack.enter_context(httpx.Client(base_url=url, verify=trusting()))
+        site.generator.hold_after = 3
+        held = stack.enter_context(
+            streams.stream("POST", "/generate", json={"text": "a", "stream": True})
+        )
+        begun = next(held.iter_raw())
+        shown: set[str] = set()
+        for number in range(60):
+            at = dice.randrange(2)
+            whole = pairs[number % 3][at]
+            now[at].write_bytes(whole[: dice.choice((0, 1, len(whole) // 2, len(whole)))])
+            if number % 7 == 0:
+                now[1 - at].unlink(missing_ok=True)
+            if number % 3 == 0:
+                for path, content in zip(now, pairs[number % 2], strict=True):
+                    path.write_bytes(content)
+            clock.advance_to((number + 1) * (LOOK_S + 1))
+            shown.add(ssl.get_server_certificate(("127.0.0.1", port)))
+            assert kept.get("/livez").status_code == 200
+        assert len(shown) >= 2 and b"data: " in begun
+        assert not held.is_closed
+
+
+def test_a_pair_that_changes_while_it_is_read_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualClock()
+    with serving(tls_context(flags(tmp_path, "--enable-ssl-refresh"), clock)) as port:
+        pair = [Path(name).read_bytes() for name in files(tmp_path, 1)]
+        load, key = ssl.SSLContext.load_cert_chain, tmp_path / "0.key"
+
+        def changed_after(*args: object, **more: object) -> None:
+            load(*args, **more)
+            key.write_bytes(b"half")
+
+        (tmp_path / "0.pem").write_bytes(pair[0])
+        key.write_bytes(pair[1])
+        monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", changed_after)
+        for turn in range(3):
+            clock.advance_to((turn + 1) * (LOOK_S + 1))
+            assert httpx.get(f"https://localhost:{port}/livez", verify=trusting()).is_success
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from pathlib import Path
 from tests.system.serving import ROOT, Server, free_port, wait_ready
 
 
-def launch_router(log: Path, *flags: str, module: str = "launch_router") -> Server:
+def launch_router(log: Path, *flags: str, module: str = "launch_router", port: int = 0) -> Server:
     """Start a router and return at once."""
-    port = free_port()
+    port = port or free_port()
     command = [sys.executable, "-m", f"banyan.{module}", "--port", str(port), *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(

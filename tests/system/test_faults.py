@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.serving import CALL_S, ROOT, launch, wait_until
+from tests.system.serving import CALL_S, ROOT, launch, serving, wait_until
 
+GROUPS = Path("/sys/fs/cgroup/memory")
 MOMENTS = range(int(os.environ.get("FAULT_MOMENTS", "1")))
 
 
@@ -136,3 +137,34 @@ def test_files_and_answers_on_a_full_disk_are_refused_and_what_was_kept_stays(tm
     assert lines[0].startswith("507 ") and "No space left" in lines[0]
     assert "No space left" in lines[1] and int(lines[1].split()[0]) > 0
     assert lines[2:] == ["True", "True", "True"]
+
+
+@pytest.mark.slow
+def test_an_engine_that_the_kernel_kills_for_its_memory_is_replaced(tiny_model, tmp_path):
+    """As in a container at the limit of its memory."""
+    group = GROUPS / f"banyan-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("memory groups cannot be made here")
+    asked = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+    try:
+        with serving(tmp_path / "log", "--model-path", str(tiny_model)) as running:
+            right = running.generate(**asked)["output_ids"]
+            lost = running.engine_pid()
+            (group / "memory.limit_in_bytes").write_text("65536")
+            (group / "cgroup.procs").write_text(str(lost))
+            wide = asked | {"input_ids": list(range(5, 305)), "return_logprob": True}
+
+            def is_lost() -> bool:
+                answer = running.http.post("/generate", json=wide | {"top_logprobs_num": 20})
+                assert answer.status_code in (200, 503), answer.text
+                return not os.path.exists(f"/proc/{lost}")
+
+            wait_until(is_lost, CALL_S, "the kernel to kill it")
+            wait_until(lambda: running.http.get("/health").status_code == 200, CALL_S, "another")
+            assert running.engine_pid() != lost
+            assert running.generate(**asked)["output_ids"] == right
+            assert "SIGKILL" in running.log.read_text()
+    finally:
+        group.rmdir()

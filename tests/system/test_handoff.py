@@ -12,6 +12,7 @@ from banyan.base.errors import BanyanError, ConfigError
 from banyan.llm import Engine
 from tests.models.families import tiny
 from tests.support.handoff import CASES, GREEDY, PROMPT, is_whole, output_of
+from tests.support.port_scan import ports_of, scanned
 from tests.system.handing import (
     FLAGS,
     WAIT_S,
@@ -393,8 +394,22 @@ def test_a_second_turn_finds_what_the_decode_server_has_stored(
 def pair_of_servers(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Servers]:
-    with servers(tmp_path_factory.mktemp("pair"), tiny_model) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BANYAN_DIST_SECRET", "a long random text")
+        with servers(tmp_path_factory.mktemp("pair"), tiny_model) as found:
+            yield found
+
+
+def test_a_pair_with_a_secret_works_while_strangers_connect(pair_of_servers: Servers) -> None:
+    both = pair_of_servers
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    everybody = [p for each in (both.prefill, both.decode) for p in (each.pid, *each.members())]
+    assert both.port in ports_of(everybody)
+    right = both.start("/generate", body)[1].result(WAIT_S).json()["output_ids"]
+    with scanned(everybody):
+        for _ in range(4):
+            answer = both.start("/generate", body)[1].result(WAIT_S)
+            assert answer.json()["output_ids"] == right
 
 
 def test_routes_and_facts_tell_of_the_role(pair_of_servers: Servers) -> None:
@@ -471,7 +486,7 @@ def test_a_killed_prefill_server_fails_what_waits_for_it_and_nothing_else(
                 "bootstrap_room": fresh_room(),
             },
         )
-        assert late.status_code == 503 and "cannot be reached" in late.text
+        assert late.status_code == 503 and "does not answer as a prefill server" in late.text
         assert both.decode.http.get("/health_generate").status_code == 200
         wait_until(lambda: not both.decode.stats()["held_pages"], WAIT_S, "all pages back")
 

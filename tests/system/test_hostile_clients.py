@@ -3,10 +3,22 @@
 import json
 import socket
 import struct
+import subprocess
+import sys
 
 import httpx
 
-from tests.system.serving import CALL_S, Server, open_files, stream_events, wait_until
+from tests.support.crowd import Crowd
+from tests.system.conftest import StartServer
+from tests.system.serving import (
+    CALL_S,
+    ROOT,
+    Server,
+    open_files,
+    settled,
+    stream_events,
+    wait_until,
+)
 
 HALF = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le"
 WAITING = 300
@@ -35,6 +47,41 @@ def test_half_requests_hold_up_nobody(shared_server):
     for client in held:
         client.close()
     wait_until(lambda: open_files(shared_server.pid) <= before, CALL_S, "the connections to go")
+
+
+def test_polls_on_kept_connections_are_answered_while_others_come_and_go():
+    """A few of them; `make test-faults` sends 200,000."""
+    command = [sys.executable, "-m", "tests.support.livez_hunt", "--polls", "4000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CALL_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_overload_by_one_caller_leaves_the_others_their_shares(server: StartServer):
+    """Ten times what may wait comes, most of it with one key: whoever is refused reads why and when
+    to come again, nobody is lost, and few clients are served as often as many."""
+    keys = {"eager-key": 24, "modest-key": 4, "shy-key": 1}
+    params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+
+    def body_of(number: int, count: int) -> dict:
+        return {"input_ids": [5, 6 + number], "sampling_params": params}
+
+    flags = ("--max-running-requests", "2", "--max-queued-requests", "6")
+    with server("--api-key", " ".join(keys), *flags) as running:
+        eager, modest, shy = (Crowd(running, n, body_of, key) for key, n in keys.items())
+        modest.wait_for(60)
+        for crowd in (eager, modest, shy):
+            crowd.end()
+        running.http.headers["authorization"] = "Bearer shy-key"
+        stats = settled(running.stats, 0)
+        assert stats["leaked"] == 0 == stats["held_pages"]
+    refusals = eager.refusals + modest.refusals + shy.refusals
+    assert len(refusals) > 60
+    for refusal in refusals:
+        assert refusal.status_code in (429, 503), refusal.text
+        assert int(refusal.headers["retry-after"]) >= 1
+        assert refusal.json()["message"] or refusal.json()["error"]["message"]
+    assert eager.good < 3 * modest.good and eager.good < 12 * shy.good
+    assert len({tuple(a["output_ids"]) for b, s, a in shy.answers if s == 200}) == 1
 
 
 def test_connections_that_are_reset_leave_nothing(shared_server):

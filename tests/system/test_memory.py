@@ -2,9 +2,10 @@
 
 import pytest
 
+from tests.support.crowd import asking
 from tests.support.pauses import Asking, go_on, pause, wait_running
 from tests.system import checkpoint
-from tests.system.serving import Server, serving, wait_until
+from tests.system.serving import Server, serving, settled, wait_until
 
 MIB = 1 << 20
 CACHE_BYTES = 14 * MIB
@@ -102,6 +103,30 @@ def test_what_cannot_be_released_is_refused_and_nothing_changes(server):
     resume(server)
     go_on(server)
     assert len(running.result()["output_ids"]) == 500
+
+
+def test_memory_goes_and_comes_under_load_and_every_request_is_answered(server):
+    """A release is refused while requests run; behind a pause it is not, and they go on later."""
+    params = PROMPT["sampling_params"]
+
+    def body_of(number: int, count: int) -> dict:
+        return {"input_ids": PROMPT["input_ids"][: 100 + 50 * number], "sampling_params": params}
+
+    right = [server.generate(**body_of(n, 0))["output_ids"] for n in range(4)]
+    with asking(server, 4, body_of) as crowd:
+        for tags in (("kv_cache",), ("weights",), (), ("kv_cache", "weights")):
+            crowd.wait_for(8)
+            pause(server, "retract")
+            release(server, *tags)
+            go_on(server)
+            wait_until(lambda: server.stats()["waiting"] == 4, 60, "all to wait")
+            resume(server, *tags)
+    assert {status for _, status, _ in crowd.answers} == {200}
+    for body, _, answer in crowd.answers:
+        number = (len(body["input_ids"]) - 100) // 50
+        assert answer["output_ids"] == right[number]
+    stats = settled(server.stats, 0)
+    assert stats["leaked"] == 0 == stats["held_pages"]
 
 
 def test_repeated_loads_leave_no_memory_behind(server, model):

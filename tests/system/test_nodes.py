@@ -11,6 +11,7 @@ import pytest
 from banyan.llm import Engine
 from tests.support.lora import write_adapter
 from tests.support.nodes import FEW, GREEDY, PROMPTS, node, outputs, over_nodes
+from tests.support.port_scan import ports_of, scanned
 from tests.system.checkpoint import write_tiny_model
 from tests.system.handing import Servers
 from tests.system.serving import (
@@ -28,8 +29,10 @@ from tests.system.serving import (
 OUTER = pytest.mark.skipif(not os.environ.get("PARALLEL"), reason="make test-parallel")
 
 
-def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
-    """Of the model, of an adapter of the start, and of one that is loaded later."""
+def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path, monkeypatch):
+    """Of the model, of an adapter of the start, and of one that is loaded later; also while
+    strangers connect to every port of both."""
+    monkeypatch.setenv("BANYAN_DIST_SECRET", "a long random text")
     port = free_port()
     late = {"lora_name": "b", "lora_path": str(write_adapter(tmp_path / "b", 2))}
     flags = ("--lora-paths", f"a={write_adapter(tmp_path / 'a', 1)}", "--cpu-activations", "fp32")
@@ -49,6 +52,10 @@ def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
         wait_ready(first)
         ranks = [p for p in other.members() if runs(p, "banyan.server.processes")]
         assert len(first.rank_pids()) == 0 and len(ranks) == 1
+        everybody = [pid for each in (first, other) for pid in (each.pid, *each.members())]
+        assert port in ports_of(everybody) and len(ports_of(everybody)) > 2
+        with scanned(everybody):
+            assert outputs(first) == expected
         assert outputs(first) == expected and with_adapters(first) == adapted
         weights = {"model_path": str(write_tiny_model(tmp_path / "new", seed=1))}
         answer = first.http.post("/update_weights_from_disk", json=weights)

@@ -8,6 +8,7 @@ import signal
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -236,6 +237,61 @@ def test_a_stream_whose_server_is_killed_ends_with_one_error(
         assert refused.status_code == 503 and server.url in refused.json()["message"]
         assert router.http.get("/livez").status_code == 200
         wait_until(lambda: router.http.get("/readyz").status_code == 503, 60, "the loss to be seen")
+
+
+def test_a_router_that_is_stopped_goes_on_and_one_that_is_killed_leaves_nothing(
+    pair: tuple[Server, Server], tmp_path: Path
+) -> None:
+    """Streams of a stopped router come whole when it goes on; those of a killed one end at the
+    servers too, and a router in its place serves."""
+    flags = ("--worker-urls", *(server.url for server in pair), *FAST)
+    one = {"input_ids": [5, 6, 7], "sampling_params": LONG | {"max_new_tokens": 60}}
+    right = pair[0].generate(**one)["text"]
+    finished = [server.stats()["finished"] for server in pair]
+    router = launch_router(tmp_path / "router.log", *flags)
+    try:
+        wait_ready(router)
+        with ExitStack() as stack:
+            streams = [stack.enter_context(_streaming(router, one)) for _ in range(6)]
+            firsts = [next(lines) for lines in streams]
+            router.signal(signal.SIGSTOP)
+            for server, before in zip(pair, finished, strict=True):
+                settled(server.stats, before)
+            router.signal(signal.SIGCONT)
+            for first, lines in zip(firsts, streams, strict=True):
+                events = [first, *lines]
+                assert events[-1] == "[DONE]"
+                assert json.loads(events[-2])["text"] == right
+        with ExitStack() as stack:
+            lost = [
+                stack.enter_context(_streaming(router, one | {"sampling_params": LONG}))
+                for _ in range(6)
+            ]
+            assert all(next(lines) for lines in lost)
+            router.signal(signal.SIGKILL)
+            for lines in lost:
+                with pytest.raises(httpx.HTTPError):
+                    list(lines)
+        for server in pair:
+            stats = settled(server.stats, 0)
+            assert stats["leaked"] == 0 == stats["held_pages"]
+        port = router.port
+        router.kill()
+        router = launch_router(tmp_path / "again.log", *flags, port=port)
+        wait_ready(router)
+        assert router.generate(**one)["text"] == right
+    finally:
+        router.signal(signal.SIGCONT)
+        router.kill()
+
+
+@contextmanager
+def _streaming(router: Server, body: dict) -> Iterator[Iterator[str]]:
+    """The events of a stream, as they come."""
+    url = f"{router.url}/generate"
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response:
+        assert response.status_code == 200
+        yield (line.removeprefix("data: ") for line in response.iter_lines() if line)
 
 
 def test_a_rolling_restart_of_all_servers_fails_no_request(

@@ -191,6 +191,15 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_incremental_output_gives_each_token_once",
     ),
     Flag(
+        "tokenizer-mode",
+        "server.tokenizer_mode",
+        "slow = read tokenizer.model, tekken.json, or vocab.json with merges.txt even if there is "
+        "a tokenizer.json, to compare both",
+        choices=("auto", "slow"),
+        proof="tests/tokenizer/test_vocabulary_files.py"
+        "::test_the_older_file_is_read_where_that_is_asked",
+    ),
+    Flag(
         "skip-tokenizer-init",
         "server.skip_tokenizer",
         "load no tokenizer; requests and answers carry token ids",

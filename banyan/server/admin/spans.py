@@ -50,7 +50,8 @@ class Spans:
     @contextlib.contextmanager
     def context(self, call: TracedCall) -> Iterator[None]:
         given = {name: call.context.headers.get(name, "") for name in _CONTEXT}
-        came_ns = time.time_ns() - int((time.monotonic() - call.began_s) * _NS)
+        clock = _SpanClock()
+        came_ns = clock.began_ns - int((time.monotonic() - call.began_s) * _NS)
         span = self._tracer.start_span(
             call.name,
             self._headers.extract({name: text for name, text in given.items() if text}),
@@ -72,7 +73,7 @@ class Spans:
             raise
         finally:
             span.set_attributes(call.status(ended))
-            span.end()
+            span.end(clock.now_ns())
 
     def watch(self, generator: Generator) -> Generator:
         return _TracedGenerator(generator, self._tracer, self._model)
@@ -81,11 +82,23 @@ class Spans:
         self._provider.shutdown()
 
 
+class _SpanClock:
+    """Wall time when a span begins; goes on with the monotonic clock, so that no span ends before
+    it began when the system's clock is set."""
+
+    def __init__(self) -> None:
+        self.began_ns = time.time_ns()
+        self._offset_ns = self.began_ns - time.monotonic_ns()
+
+    def now_ns(self) -> int:
+        return self._offset_ns + time.monotonic_ns()
+
+
 @dataclass
 class _SequenceState:
     """State of one sequence for its span; times in nanoseconds, 0 = not yet."""
 
-    began_ns: int
+    clock: "_SpanClock"
     on_end: Callable[["_SequenceState"], None]
     first_ns: int = 0
     usage: Usage | None = None
@@ -95,7 +108,7 @@ class _SequenceState:
 
     def take(self, chunk: TextChunk) -> None:
         if not self.first_ns and chunk.usage.output_tokens:
-            self.first_ns = time.time_ns()
+            self.first_ns = self.clock.now_ns()
         if chunk.finish is not None:
             finish, self.has_ended = chunk.finish, True
             self.is_error = finish.status >= 500
@@ -123,16 +136,16 @@ class _TracedGenerator:
     def generate(self, request: RequestSpec) -> Chunks[TextChunk]:
         if request.route in OWN:
             return self._inner.generate(request)
-        began_ns = time.time_ns()
-        span = self._tracer.start_span("generate", start_time=began_ns)
+        clock = _SpanClock()
+        span = self._tracer.start_span("generate", start_time=clock.began_ns)
         if not span.is_recording():  # not even a step for each token
             return self._inner.generate(request)
-        outcome = _SequenceState(began_ns, partial(self._end_span, span, request))
+        outcome = _SequenceState(clock, partial(self._end_span, span, request))
         return observed(outcome, lambda: self._inner.generate(request))
 
     def _end_span(self, span: Span, request: RequestSpec, outcome: _SequenceState) -> None:
         """End the span with its final attributes, and create the spans of its phases."""
-        now_ns, usage = time.time_ns(), outcome.usage
+        now_ns, began_ns, usage = outcome.clock.now_ns(), outcome.clock.began_ns, outcome.usage
         span.set_attributes(_request_attributes(request, self._model))
         span.set_attribute("gen_ai.response.finish_reasons", [outcome.reason])
         if outcome.is_error:
@@ -140,10 +153,10 @@ class _TracedGenerator:
         if usage is not None:
             span.set_attributes(_usage_attributes(usage))
             queued_ns = int(usage.queue_s * _NS) if outcome.has_ended else 0
-            admitted_ns = min(outcome.began_ns + queued_ns, outcome.first_ns or now_ns)
+            admitted_ns = min(began_ns + queued_ns, outcome.first_ns or now_ns)
             phases = [("prefill", admitted_ns, outcome.first_ns or now_ns)]
             if outcome.has_ended:
-                phases.insert(0, ("queue", outcome.began_ns, admitted_ns))
+                phases.insert(0, ("queue", began_ns, admitted_ns))
             if outcome.first_ns:
                 phases.append(("decode", outcome.first_ns, now_ns))
             within = trace.set_span_in_context(span)

@@ -5,6 +5,7 @@ import codecs
 import json
 import json.scanner
 import math
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -48,6 +49,8 @@ BLANK_BYTES = 1 << 20
 QUICK_VALUES = 8192
 QUICK_BYTES = 4 << 20
 """Larger bodies are parsed in steps; this size takes a parser in C a few milliseconds."""
+LONG_TEXT = 1 << 16
+"""Bytes of a text in such a body; longer ones are taken out before it is parsed."""
 
 
 class ReceivedBody:
@@ -193,8 +196,6 @@ def json_object(body: bytes, media: str = JSON_MEDIA) -> dict[str, object]:
         raise bad_json(error.text, hint) from None
     if not isinstance(value, dict):
         raise bad_json(f"the body must be a JSON object, got {type(value).__name__}")
-    if count_of(body, b"{", b"[") > MAX_DEPTH:
-        check_depth(value, "the body")
     return value
 
 
@@ -203,18 +204,73 @@ def strict_json(body: bytes) -> object:
 
     Duplicate keys, bad UTF-8, lone surrogates, NaN and infinity are refused; integers of any size
     are exact. A parser in C keeps the interpreter to itself until it returns, so bodies of many
-    values are parsed in steps (`_SteppedParser`).
+    values are parsed in steps (`_SteppedParser`), and long texts, such as files in base64, are
+    taken out before.
     """
-    _refuse_many(body)
     try:
-        if len(body) > QUICK_BYTES or body.count(b",") > QUICK_VALUES:
-            return _SteppedParser().decode(_decoded(body))
-        orjson.loads(body)
-        return json.loads(body, object_pairs_hook=unique_keys)
+        rest, texts = _without_long_texts(body) if len(body) > QUICK_BYTES else (body, LongTexts())
+        _refuse_many(rest)
+        if len(body) > QUICK_BYTES or rest.count(b",") > QUICK_VALUES:
+            value = _SteppedParser(texts).decode(_decoded(rest))
+        else:
+            orjson.loads(rest)
+            value = json.loads(rest, object_pairs_hook=unique_keys)
     except (orjson.JSONDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise bad_json(f"the body is not valid JSON: {error}") from None
     except (RecursionError, ValueError) as error:
         raise bad_json(f"the body is not acceptable JSON: {error}") from None
+    if count_of(rest, b"{", b"[") > MAX_DEPTH:
+        check_depth(value, "the body")
+    return value
+
+
+class LongTexts:
+    """Long texts of a body, represented by short ones while the rest is parsed."""
+
+    def __init__(self) -> None:
+        self._mark = f"{os.urandom(16).hex()}-"
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> bytes:
+        """JSON of the text that stands for `text`."""
+        self._texts.append(text)
+        return f'"{self._mark}{len(self._texts) - 1}"'.encode()
+
+    def of(self, text: str) -> str:
+        """The long text that `text` stands for; any other text itself."""
+        is_marked = bool(self._texts) and text.startswith(self._mark)
+        return self._texts[int(text.removeprefix(self._mark))] if is_marked else text
+
+
+def _without_long_texts(body: bytes) -> tuple[bytes, LongTexts]:
+    """The body without its long texts, as far as these have no escapes.
+
+    Texts are looked for up to the QUICK_VALUES-th quote, or the first escaped one.
+
+    Raises:
+        ValueError: a long text has a control character, or is no UTF-8.
+    """
+    texts, kept = LongTexts(), list[bytes]()
+    at = copied = 0
+    for _ in range(QUICK_VALUES):
+        begin = body.find(b'"', at) + 1
+        end = body.find(b'"', begin) if begin else -1
+        if end < 0 or body[end - 1 : end] == b"\\":
+            break
+        at = end + 1
+        if end - begin > LONG_TEXT and body.find(b"\\", begin, end) < 0:
+            with memoryview(body)[begin:end] as text:
+                _refuse_controls(text)
+                kept += (body[copied : begin - 1], texts.add(str(text, "utf-8")))
+            copied = at
+    return b"".join([*kept, body[copied:]]) if kept else body, texts
+
+
+def _refuse_controls(text: memoryview) -> None:
+    for begin in range(0, len(text), _PLAIN_CHARS):
+        piece = bytes(text[begin : begin + _PLAIN_CHARS])
+        if len(piece.translate(None, _CONTROLS)) < len(piece):
+            raise ValueError("a text has a control character that is not escaped")
 
 
 _decoder: Any = json.decoder
@@ -226,15 +282,19 @@ class _SteppedParser(json.JSONDecoder):
     """json's decoder in Python, between whose steps other threads run.
 
     Runs of numbers, such as prompts of token ids, are left to the parser in C.
+
+    Args:
+        texts: texts that others stand for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, texts: LongTexts) -> None:
         super().__init__(
             object_pairs_hook=self._object, parse_float=_finite, parse_constant=_refuse_constant
         )
         self.parse_object = self._members
         self.parse_array = self._array
-        self.parse_string = _scan_string
+        self.parse_string = self._string
+        self._texts = texts
         self._scan = _scanner.py_make_scanner(self)
         self.scan_once = self._value
 
@@ -242,6 +302,10 @@ class _SteppedParser(json.JSONDecoder):
         if _LONG_NUMBER.match(text, end):
             raise ValueError(f"a number has more than {MAX_DIGITS} characters")
         return self._scan(text, end)
+
+    def _string(self, text: str, end: int, strict: bool = True) -> tuple[str, int]:
+        found, end = _scan_string(text, end, strict)
+        return self._texts.of(found), end
 
     def _members(
         self, text_and_end: tuple[str, int], strict: bool, _: object, *rest: object
@@ -253,7 +317,7 @@ class _SteppedParser(json.JSONDecoder):
             raise ValueError(f"an object has {len(pairs)} keys; at most {MAX_KEYS} are accepted")
         for key, _ in pairs:
             _check_surrogates(key)
-        return unique_keys(pairs)
+        return unique_keys([(self._texts.of(key), value) for key, value in pairs])
 
     def _array(self, text_and_end: tuple[str, int], _: object) -> tuple[list[object], int]:
         text, end = text_and_end
@@ -272,6 +336,7 @@ _NUMBERS = re.compile(rf"(?:[ \t\n\r]*+{_NUMBER}[ \t\n\r]*+,){{1,2048}}[ \t\n\r]
 """Possessive: white space is never given back, so a run of it is read once."""
 _LONG_NUMBER = re.compile(rf"[-+.0-9eE]{{{MAX_DIGITS + 1}}}")
 _PLAIN_CHARS = 1 << 20
+_CONTROLS = bytes(range(32))
 _PLAIN = re.compile(rf'[^"\\\x00-\x1f]{{{_PLAIN_CHARS}}}')
 _NEXT_TEXT = re.compile(rb',[ \t\n\r]*"')
 

@@ -2,6 +2,8 @@
 
 import os
 import ssl
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError
@@ -30,7 +32,7 @@ def tls_context(server: ServerConfig, clock: Clock | None = None) -> ssl.SSLCont
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(_PROTOCOLS)
-    _load(context, server)
+    _load(context, server, _read(server))
     if server.ssl_ca:
         try:
             context.load_verify_locations(server.ssl_ca)
@@ -63,10 +65,9 @@ class _Refresh:
             return
         self._seen = state
         try:
-            _load(
-                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._server
-            )  # a bad pair would leave `context` unusable
-            _load(context, self._server)
+            files = _read(self._server)  # once: they may change again between the two loads
+            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._server, files)
+            _load(context, self._server, files)  # a bad pair would leave it unusable
         except ConfigError as error:
             log.error("the certificate stays as it was: %s", error)
         else:
@@ -76,25 +77,41 @@ class _Refresh:
         """Identity of the current versions of the files."""
         found: list[tuple[int, int, int]] = []
         for path in (self._server.ssl_cert, self._server.ssl_key):
-            if path and os.path.exists(path):
-                facts = os.stat(path)
-                found.append((facts.st_ino, facts.st_mtime_ns, facts.st_size))
+            with suppress(OSError):  # it is being replaced
+                if path:
+                    facts = os.stat(path)
+                    found.append((facts.st_ino, facts.st_mtime_ns, facts.st_size))
         return found
 
 
-def _load(context: ssl.SSLContext, server: ServerConfig) -> None:
-    # Without a password OpenSSL would ask for one on the terminal.
+def _read(server: ServerConfig) -> list[bytes]:
+    """The certificate, and the key if it has a file of its own."""
     try:
-        context.load_cert_chain(
-            server.ssl_cert, server.ssl_key or None, lambda: server.ssl_password
-        )
-    except (OSError, ssl.SSLError, ValueError) as error:
-        files = f"--ssl-certfile {server.ssl_cert}"
-        if server.ssl_key:
-            files += f", --ssl-keyfile {server.ssl_key}"
-        raise ConfigError(
-            f"{files}: {_why(error)}", hint="give a certificate and its own key, in PEM"
-        ) from None
+        return [Path(path).read_bytes() for path in (server.ssl_cert, server.ssl_key) if path]
+    except OSError as error:
+        raise _unusable(server, error) from None
+
+
+def _load(context: ssl.SSLContext, server: ServerConfig, files: list[bytes]) -> None:
+    with ExitStack() as stack:
+        paths: list[str] = []
+        for content in files:  # OpenSSL reads files alone: these lie in memory
+            file = stack.enter_context(open(os.memfd_create("tls"), "wb"))
+            file.write(content)
+            file.flush()
+            paths.append(f"/proc/self/fd/{file.fileno()}")
+        try:
+            # Without a password OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(*paths, password=lambda: server.ssl_password)
+        except (OSError, ssl.SSLError, ValueError) as error:
+            raise _unusable(server, error) from None
+
+
+def _unusable(server: ServerConfig, error: Exception) -> ConfigError:
+    files = f"--ssl-certfile {server.ssl_cert}"
+    if server.ssl_key:
+        files += f", --ssl-keyfile {server.ssl_key}"
+    return ConfigError(f"{files}: {_why(error)}", hint="give a certificate and its own key, in PEM")
 
 
 def _why(error: Exception) -> str:

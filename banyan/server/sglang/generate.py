@@ -33,7 +33,7 @@ def native_service(service: Service, state: ServerState) -> NativeService:
         NativeSettings(
             service.native_defaults,
             service.draw_seed,
-            state.config.model.weight_version,
+            lambda: state.config.model.weight_version,
             state.config.server.incremental_output,
             state.config.cache.store,
             pack=lambda triples: orjson.Fragment(orjson.dumps(triples)),

@@ -44,9 +44,7 @@ def test_a_rule_that_is_broken_is_reported_and_ends_with_one(model, capsys) -> N
 
 
 def test_what_this_build_has_not_is_reported_and_ends_with_two(model, capsys) -> None:
-    code = main(
-        ["check", model, "--remote-instance-weight-loader-seed-instance-ip", "x", "--soc", "A3"]
-    )
+    code = main(["check", model, "--enable-lmcache", "--soc", "A3"])
     assert code == 2
     assert "is not available in this build" in capsys.readouterr().out
 
