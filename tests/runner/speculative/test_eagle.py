@@ -2,7 +2,6 @@
 verifies and accepts by the published rule."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,20 +41,13 @@ from tests.runner.speculative.test_standalone import drafted_loop
 from tests.support.captured import Elsewhere, SampledInTensors
 from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 NUM_PAGES, MAX_LENGTH = 64, 128
 NEW, VOCAB = 24, 97
 EAGLE = "eagle"
 """Folder of the model that drafts, within that of the target."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of torch, whose models here are too small to share out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def runner_of(

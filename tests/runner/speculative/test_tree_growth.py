@@ -12,11 +12,12 @@ from banyan.messages.sampling_params import SamplingParams
 from banyan.runner.draft_trees import Branches
 from banyan.runner.speculative.tree_growth import Growing, Ways, row_of
 from tests.models.drafting import PlainMTP, PlainTree, tiny_eagle
-from tests.runner.speculative.test_eagle import EAGLE, one_thread, pair, prompt_of, runner_of
+from tests.runner.speculative.test_eagle import EAGLE, pair, prompt_of, runner_of
 from tests.support.captured import Elsewhere
 from tests.support.runner_driver import Driver, Request, greedy
 
-__all__ = ["one_thread", "pair"]
+__all__ = ["pair"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 NEW = 20
 
 
