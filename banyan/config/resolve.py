@@ -182,6 +182,6 @@ def resolve_with_origins(
 def _changed_fields(before: Config, after: Config) -> Iterator[str]:
     for part in fields(Config):
         old, new = getattr(before, part.name), getattr(after, part.name)
-        for each in fields(old):
+        for each in fields(old) if old is not new else ():
             if getattr(old, each.name) != getattr(new, each.name):
                 yield f"{part.name}.{each.name}"

@@ -66,11 +66,11 @@ OpenTransfer = Callable[[Pages, TransferOptions, Callable[[], None]], PageMover]
 TRANSFERS: Table[OpenTransfer] = Table(
     "transfer backend",
     {
-        "tcp": "banyan.disaggregation.tcp:open_tcp",
-        "mooncake": "banyan.disaggregation.mooncake:open_mooncake",
-        "nixl": "banyan.disaggregation.nixl:open_nixl",
+        "tcp": "banyan.disaggregation.backends:open_tcp",
+        "mooncake": "banyan.disaggregation.backends:open_mooncake",
+        "nixl": "banyan.disaggregation.backends:open_nixl",
         "ascend": "banyan.ascend.kv_transfer:open_ascend",
-        "fake": "banyan.disaggregation.fake:open_fake",
+        "fake": "banyan.disaggregation.backends:open_fake",
     },
     plugins="banyan.transfers",
 )

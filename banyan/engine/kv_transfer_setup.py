@@ -404,7 +404,7 @@ def _fabric_of(served: ServedReplica) -> "Fabric | None":
 def _pd_mover(
     served: ServedReplica, wake: Callable[[], None], secret: str, rank_access: Sequence[RankAccess]
 ) -> OpenMover:
-    from banyan.disaggregation.fake import FakeWithoutHost
+    from banyan.disaggregation.backends import FakeWithoutHost
     from banyan.disaggregation.transfer import (  # imports sockets, which only PD needs
         TRANSFERS,
         TransferOptions,

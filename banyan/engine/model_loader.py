@@ -487,7 +487,7 @@ def check_drafts(
             "that read each other are read on the host alone",
             hint="use EAGLE3 where there is a model for this one, NGRAM, or --device cpu",
         )
-    if model_config is not None and model_config.has_states:
+    if model_config is not None and model_config.has_states and not traits.rolls_back:
         raise ConfigError(
             f"--speculative-algorithm {speculative.algorithm} on {traits.name}: layers of this "
             "model keep a state, which can only be rolled back after rejected drafts on a CPU",

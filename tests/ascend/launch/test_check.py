@@ -12,8 +12,8 @@ from banyan.ascend.launch.facts import (
     known_model,
     read_model,
     read_variables,
+    rules_page,
 )
-from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import device_numbers, find_soc, own_interfaces
 from banyan.ascend.launch.rules import documented_columns
 from banyan.base.errors import ConfigError
