@@ -54,6 +54,8 @@ class Traits:
         fused_dispatch: operators that exchange rows and run the experts, by mode from 1 on.
         stacks_adapters: it computes LoRA adapters, on devices other than the host.
         rounds_experts: its kernels round experts at load, on devices other than the host.
+        rolls_back: its kernels keep the states after drafts, which may be rejected; always so if
+            `is_host`.
         releases_memory: weights, pages and graphs can be released; always so if `is_host`.
         has_own_forms: its kernels may store weights in forms that copies of bytes do not keep.
     """
@@ -76,6 +78,7 @@ class Traits:
     has_own_forms: bool = False
     stacks_adapters: bool = False
     rounds_experts: bool = False
+    rolls_back: bool = False
     releases_memory: bool = False
     dispatch: Dispatch | None = None
     fused_dispatch: tuple[FusedDispatch, ...] = ()

@@ -123,8 +123,14 @@ def test_writing_of_pages(pages, most):
 def test_attention_over_latents(is_divided):
     tensors = {"q": HALF, "q_turned": HALF, "latent_pages": HALF, "key_pages": HALF}
     tensors |= {"page_tables": INT, "row_starts": INT, "context_lengths": INT, "chosen": INT}
-    tensors |= {"out": FLOAT if is_divided else HALF, "sums": FLOAT}
-    sizes = {"HAS_CHOSEN": True, "IS_DIVIDED": is_divided, "PAGE": 64, "BLOCK_R": 512}
+    tensors |= {"out": FLOAT if is_divided else HALF, "sums": FLOAT, "paths": INT}
+    sizes = {
+        "HAS_PATHS": is_divided,
+        "HAS_CHOSEN": True,
+        "IS_DIVIDED": is_divided,
+        "PAGE": 64,
+        "BLOCK_R": 512,
+    }
     sizes |= {"BLOCK_T": 64, "GROUP": 16, "PER_BLOCK": 1, "BLOCK": 16, "KEYS": 64}
     sizes |= {"LEAST": 128, "PRECISION": "tf32"}
     compiled(latent_kernels.attend_latents, tensors, sizes, num_warps=4, num_stages=2)
@@ -135,8 +141,10 @@ def test_rows():
     for has_residual in (False, True):
         compiled(kernels.norm, ends, {"HAS_RESIDUAL": has_residual, "BLOCK": 4096}, num_warps=8)
     turned = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": FLOAT, "sin": FLOAT}
-    for rest in (0, 64):
-        compiled(kernels.rotate, turned, {"BLOCK": 64, "REST": rest}, num_warps=1)
+    turned |= {"q_weight": HALF, "k_weight": HALF}
+    for rest, has_norms in ((0, True), (64, False), (64, True)):
+        sizes = {"BLOCK": 64, "REST": rest, "HAS_NORMS": has_norms}
+        compiled(kernels.rotate, turned, sizes, num_warps=1)
     for is_limited in (False, True):
         sizes = {"LIMITED": is_limited, "BLOCK": 1024}
         compiled(kernels.silu_gate, {"gate_up": HALF, "out": HALF, "limit": "fp32"}, sizes)
@@ -165,7 +173,8 @@ def test_adapters(type, ranks):
 
 
 STATES = import_module("banyan.ops.cuda.state_kernels")
-ROWS = {"pages": INT, "row_starts": INT, "context_lengths": INT}
+ROWS = {"pages": INT, "row_starts": INT, "context_lengths": INT, "checkpoints": INT}
+KEPT = {"HAS_CHECKPOINTS": True}
 
 
 @pytest.mark.parametrize(("key_dim", "by_key"), [(128, False), (128, True), (256, False)])
@@ -174,7 +183,7 @@ def test_a_scan_keeps_its_state_in_registers(key_dim, by_key):
     tensors |= dict.fromkeys(("kept", "skip", "states"), FLOAT) | ROWS
     for has_delta in (False, True):
         sizes = {"HAS_DELTA": has_delta, "HAS_SKIP": not has_delta, "BY_KEY": by_key}
-        sizes |= {"KEYS": key_dim, "VALUES": 1024 // key_dim}
+        sizes |= {"HAS_CHECKPOINTS": has_delta, "KEYS": key_dim, "VALUES": 1024 // key_dim}
         made = compiled(STATES.scan_rows, tensors, sizes, num_warps=1)
         assert ".local" not in made.asm["ptx"]
 
@@ -182,9 +191,9 @@ def test_a_scan_keeps_its_state_in_registers(key_dim, by_key):
 def test_other_ops_on_states():
     tensors = dict.fromkeys(("q", "k", "v", "out"), HALF) | ROWS
     tensors |= dict.fromkeys(("step", "rate", "skip", "states"), FLOAT)
-    compiled(STATES.scan_channels, tensors, {"KEYS": 16, "CHANNELS": 64}, num_warps=1)
+    compiled(STATES.scan_channels, tensors, KEPT | {"KEYS": 16, "CHANNELS": 64}, num_warps=1)
     tensors = {"x": HALF, "out": HALF, "weight": FLOAT, "bias": FLOAT, "last_inputs": FLOAT} | ROWS
-    kept = {"TAPS": 4, "KEPT": 4, "CHANNELS": 128}
+    kept = KEPT | {"TAPS": 4, "KEPT": 4, "CHANNELS": 128}
     for is_whole in (False, True):
         sizes = {"HAS_BIAS": True, "HAS_SILU": True, "IS_WHOLE": is_whole, **kept}
         sizes |= {"TOKENS": 1 if is_whole else 32}
@@ -201,12 +210,25 @@ def test_other_ops_on_states():
 def test_an_indexer_multiplies_on_tensor_cores():
     tensors = dict.fromkeys(("q", "q_turned", "weights", "key_pages", "turned_pages"), HALF)
     tensors |= {"page_tables": INT, "row_starts": INT, "context_lengths": INT, "scores": FLOAT}
+    tensors["paths"] = INT
     sizes = {"PAGE": 64, "BLOCK_D": 64, "BLOCK_T": 64, "HEADS": 64, "KEYS": 128}
-    sizes |= {"PRECISION": "tf32"}
+    sizes |= {"PRECISION": "tf32", "HAS_PATHS": False}
     made = compiled(latent_kernels.score_positions, tensors, sizes, num_warps=4)
     assert "wgmma" in made.asm["ptx"]
     tensors = {"scores": FLOAT, "chosen": INT, "row_starts": INT, "context_lengths": INT}
-    compiled(latent_kernels.choose_best, tensors, {"TILE": 2048}, num_warps=4)
+    sizes = {"TILE": 2048, "HAS_PATHS": True}
+    compiled(latent_kernels.choose_best, tensors | {"paths": INT}, sizes, num_warps=4)
+
+
+@pytest.mark.parametrize("pages", [HALF, EIGHT, "*i8"])
+def test_attention_along_branches(pages):
+    tensors = {"q": HALF, "k_pages": pages, "v_pages": pages, "out": HALF, "sinks": FLOAT}
+    tensors |= {"k_scales": FLOAT, "v_scales": FLOAT, "paths": INT}
+    tensors |= {"page_tables": INT, "row_starts": INT}
+    sizes = {"HAS_CAP": False, "HAS_SINKS": True, "HAS_SCALES": pages == "*i8", "PAGE": 64}
+    sizes |= {"HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4, "BLOCK": 16, "KEYS": 64}
+    branches = import_module("banyan.ops.cuda.branch_kernels")
+    compiled(branches.attend_paths, tensors, sizes, num_warps=4)
 
 
 expert_kernels = import_module("banyan.ops.cuda.expert_kernels")

@@ -158,14 +158,20 @@ def round_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
     return numbers, scales
 
 
-def shape_of(rows: int, weight: PackedFloats, is_exact: bool = False) -> Shape:
-    """The block sizes for some rows: the fastest ones in `benchmarks/cuda_products.py`."""
-    if rows <= 16:
+def shape_of(rows: int, weight: PackedFloats, exact: torch.dtype | None = None) -> Shape:
+    """The block sizes for some rows: the fastest ones in `benchmarks/cuda_products.py`.
+
+    Args:
+        exact: type of activations that are not rounded.
+    """
+    if exact == torch.float32:  # multiplied without tensor cores
+        shape, blocks = Shape(16 if rows <= 16 else 32, 64, 1, is_turned=True, stages=2), 528
+    elif rows <= 16:
         shape, blocks = Shape(16, 128, 1, is_turned=True, stages=4), 528
     elif rows <= 32:
         shape, blocks = Shape(32, 128, 1, is_turned=True, stages=4), 264
     elif rows <= 64:
-        warps = 8 if is_exact else 4
+        warps = 4 if exact is None else 8
         shape, blocks = Shape(64, 128, 1, is_turned=True, warps=warps, stages=4), 264
     else:
         shape, blocks = Shape(128, 128, 1, is_turned=True, warps=8, stages=3), 132
@@ -181,6 +187,7 @@ def product(
     rounds: bool,
     x_scales: Tensor | None = None,
     assembly: str = "",
+    counters: Tensor | None = None,
 ) -> Tensor:
     """x·Wᵀ + bias in Triton.
 
@@ -190,6 +197,8 @@ def product(
         dtype: of the result.
         rounds: x is rounded to 8-bit floats by this product.
         assembly: PTX that converts the weights to x's type (`conversion`); "" = the compiler's.
+        counters: zeros int32, one for each block of outputs and tokens: the product adds its parts
+            itself; None = another kernel does.
     """
     from banyan.ops.cuda import product_kernels
 
@@ -215,6 +224,8 @@ def product(
         weight.scales,
         x if bias is None else bias,
         made,
+        out,
+        out if counters is None else counters,
         rows,
         weight.inputs,
         outputs,
@@ -227,17 +238,18 @@ def product(
         IS_GROUPED=weight.is_grouped,
         X_IS_GROUPED=x_scales is not None and x_scales.dim() > 1,
         SHARED=weight.shared,
-        HAS_BIAS=bias is not None and parts == 1,
+        HAS_BIAS=bias is not None and (parts == 1 or counters is not None),
         IS_EVEN=weight.inputs % step == 0,
         STEP=step,
         ROWS=shape.rows,
         OUTPUTS=shape.outputs,
         ASSEMBLY=assembly,
         MOST=FP8_MOST,
+        ADDS=parts > 1 and counters is not None,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    if parts > 1:
+    if parts > 1 and counters is None:
         products.add_up(made, bias, out)
     return out
 
@@ -286,7 +298,7 @@ class FloatLinear:
         if not self._rounds:
             if rows > products.UNPACK_ABOVE:
                 return functional.linear(x, unpacked(weight, x.dtype), bias)
-            shape = fitted(shape_of(rows, weight, is_exact=True), x.device)
+            shape = fitted(shape_of(rows, weight, x.dtype), x.device)
             return product(x, weight, bias, shape, x.dtype, False, assembly=self._assembly)
         if rows <= self._few_rows:
             shape = fitted(shape_of(rows, weight), x.device)
