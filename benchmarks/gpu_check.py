@@ -66,6 +66,7 @@ PARTS = {
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
     ),
+    "experts": Part("-m benchmarks.cuda_experts", 90, is_timed=True),
     "fp8 models": Part("-m benchmarks.cuda_products --model", 150, "--device cpu"),
     "products": Part("-m benchmarks.cuda_products", 90, is_timed=True),
     "speed of fp8": Part(
