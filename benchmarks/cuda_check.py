@@ -71,7 +71,7 @@ ADAPTER_WAYS = {
     "weights from the host": {"offload_group_size": 1, "offload_prefetch_step": 0},
 }
 INPUT, OUTPUT = 128, 128
-BITS = {"q4_0": 4.5, "q4_1": 5, "q8_0": 8.5, "int8": 8.5}
+BITS = {"q4_0": 4.5, "q4_1": 5, "q8_0": 8.5, "int8": 8.5, "fp8": 8}
 """Of a weight with its share of a block's scale."""
 READ_BYTES_PER_S = 4.3e12
 """What a copy on an H200 has moved; --bandwidth gives another."""
@@ -503,7 +503,9 @@ def _report(
     layers, width = shape["num_hidden_layers"], shape["hidden_size"]
     kv = shape["num_key_value_heads"] * (width // shape["num_attention_heads"])
     projections = layers * width * (2 * width + 2 * kv + 3 * shape["intermediate_size"])
-    bits, head_bits = (BITS[quantization], BITS["q8_0"]) if quantization else (16, 16)
+    bits, head_bits = (
+        (BITS[quantization], 8 if quantization == "fp8" else 8.5) if quantization else (16, 16)
+    )
     weights = (projections * bits + shape["vocab_size"] * width * head_bits) / 8
     read = weights + rows * (INPUT + OUTPUT // 2) * 4 * layers * kv
     bound = read / options.bandwidth / step_s

@@ -34,7 +34,7 @@ TIMED = {"8 KiB": 4096, "64 KiB": 32768, "512 KiB": 1 << 18, "4 MiB": 1 << 21}
 """Elements of bfloat16; the first is a row of 4,096."""
 CANDIDATES = ((8, 1024, 4), (16, 1024, 4), (32, 512, 4), (32, 1024, 4), (64, 512, 4))
 """Programs, block and warps."""
-CALLS, LIMIT_S = 50, 100
+CALLS, LIMIT_S, MEET_S = 50, 100, 15
 
 
 def main() -> int:
@@ -302,7 +302,11 @@ class StreamRanks:
                 work(rank)
                 if ended is not None and rank == len(self.streams) - 1:
                     ended.record()
-        torch.cuda.synchronize()
+        last = time.monotonic() + MEET_S
+        while not all(stream.query() for stream in self.streams):
+            if time.monotonic() > last:
+                say(f"{len(self.streams)} ranks as streams do not meet within {MEET_S} s")
+                os._exit(1)  # their kernels wait for ever, and so would an ordinary exit
 
 
 def time_once(work: Callable[[], object]) -> float:

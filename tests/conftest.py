@@ -4,9 +4,11 @@ import gc
 import logging
 import os
 import signal
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -112,6 +114,38 @@ def _log_as_before() -> Iterator[None]:
     log.setLevel(level)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch: steps of tiny models only lose by sharing work, most of all on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_authorities_of_the_web() -> Iterator[None]:
+    """Clients do not read the certificates that the web's authorities have, which takes each new
+    client 25 ms. No test calls the web; those of TLS bring an authority of their own."""
+    bundles = {certifi.where(), ssl.get_default_verify_paths().openssl_cafile}
+    load = ssl.SSLContext.load_verify_locations
+
+    def load_others(
+        self: ssl.SSLContext,
+        cafile: str | None = None,
+        capath: str | None = None,
+        cadata: str | None = None,
+    ) -> None:
+        if cafile not in bundles:
+            load(self, cafile, capath, cadata)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl.SSLContext, "load_verify_locations", load_others)
+        yield
+
+
 LONGEST = [
     "system/test_processes",
     "system/test_handoff",
@@ -161,7 +195,8 @@ LONGEST = [
 """The longest files, the longest first: where several run at a time, none of them is last."""
 NOT_QUICK = (
     *LONGEST,
-    *("border/test_peer", "border/test_recorder", "border/test_store", "chat_template/test_chat"),
+    *("border/test_joined", "border/test_peer", "border/test_real_runner", "border/test_recorder"),
+    *("border/test_stages", "border/test_store", "chat_template/test_chat", "grammar/test_schemas"),
     *("models/quantize/test_to_folder", "models/test_gguf", "ops/test_cpu_"),
     *("runner/speculative/test_eagle", "runner/speculative/test_tree_growth"),
     "runner/test_recorded_families",

@@ -41,7 +41,8 @@ ARROWS = {
     "engine_client": "base config messages tokenizer requests",
     "bench": "base model_config messages tokenizer formats",
     "server": "base config model_config messages media tokenizer chat_template requests parsers"
-    " engine_client formats scheduler.routing lora.adapter_files dp_attention.rules",
+    " engine_client formats hub.remote_instance scheduler.routing lora.adapter_files"
+    " dp_attention.rules",
     "router": "base config scheduler.routing server.errors server.http",
     "platform": "base config.defaults config.env model_config.model_config",
     "ops": "platform base",

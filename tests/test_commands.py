@@ -20,13 +20,12 @@ from banyan.cli.bench import KINDS
 from banyan.cli.main import VERBS
 from banyan.cli.plan import PlanOptions
 from banyan.cli.quantize import QuantizeOptions
-from banyan.cli.router import LB
+from banyan.cli.router import LB, read_flags
 from banyan.cli.serve import several_models
 from banyan.cli.simulate import SimulateOptions
 from banyan.cli.verify import VerifyOptions
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.router.args import read_flags
 from banyan.router.routes import all_routes as router_routes
 from banyan.server.routes import all_routes as server_routes
 from tests.support.page_commands import commands, programs

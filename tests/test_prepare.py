@@ -2,9 +2,8 @@
 
 import contextlib
 import io
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,19 +55,10 @@ WAYS = {"serve": _serve, "Engine": _engine, "config": _verb("config")}
 WAYS["bench"] = _verb("bench", "batch")
 
 
-@pytest.fixture
-def logging_as_before() -> Iterator[None]:
-    root = logging.getLogger("banyan")
-    handlers, level, propagate = root.handlers[:], root.level, root.propagate
-    yield
-    root.handlers[:], root.propagate = handlers, propagate
-    root.setLevel(level)
-
-
 @pytest.mark.parametrize("word", NONSENSE)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_name_that_nothing_has_is_refused_before_the_model_is_looked_for(
-    word: str, way: str, monkeypatch: pytest.MonkeyPatch, logging_as_before: None
+    word: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with pytest.raises(ConfigError, match=NONSENSE[word]):
@@ -110,14 +100,14 @@ def test_a_function_is_looked_for_without_running_its_module(
     ],
 )
 def test_config_refuses_what_serve_refuses(
-    words: str, culprit: str, capsys: pytest.CaptureFixture[str], logging_as_before: None
+    words: str, culprit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", *words.split()]) in (2, 3)
     assert culprit in capsys.readouterr().err
 
 
 def test_config_takes_a_family_that_only_the_library_knows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], logging_as_before: None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
     path = folder(tmp_path, {**LLAMA, "model_type": "unheard", "architectures": ["UnheardLM"]})
@@ -133,7 +123,6 @@ def test_notes_are_shown_whatever_the_level(
     level: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    logging_as_before: None,
 ) -> None:
     monkeypatch.setattr(
         "banyan.server.processes.waiting_engines", lambda *_: contextlib.nullcontext()

@@ -16,7 +16,7 @@ import numpy as np
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.disaggregation.tcp import open_with_engine
+from banyan.disaggregation.backends import open_with_engine
 from banyan.disaggregation.transfer import TransferOptions
 from banyan.disaggregation.transfer_engine import Fabric, Landing, TransferMemory
 from banyan.kv_transfer.page_mover import PageMover, Pages

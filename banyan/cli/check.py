@@ -18,9 +18,9 @@ from banyan.ascend.launch.facts import (
     known_model,
     read_model,
     read_variables,
+    rules_page,
 )
 from banyan.ascend.launch.files import files_of
-from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import find_soc, own_interfaces, own_packages
 from banyan.ascend.launch.plan import (
     DECODE,

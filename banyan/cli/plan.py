@@ -10,6 +10,7 @@ from banyan.base.log import log_always, logger, printable, start_logging
 from banyan.bench.options import option, split_options
 from banyan.config.cli import parse
 from banyan.config.defaults import settle
+from banyan.config.devices import facts_of
 from banyan.config.env import Environment, read_environment
 from banyan.config.prepare import prepare
 from banyan.config.schema import Config
@@ -187,7 +188,8 @@ def _of_quantised(config: Config, model_config: ModelConfig, is_host: bool) -> i
     # The kernels that multiply with them, and those that round, compute in fp32.
     has_kernels = is_host and config.model.activation_dtype == "float32"
     rounded_to = _ROUNDED_TO.get(config.model.quantization, "") if has_kernels else ""
-    return kept_size_of_folder(model_config, has_kernels, rounded_to)
+    keeps_fp8 = has_kernels or facts_of(config).keeps_fp8
+    return kept_size_of_folder(model_config, keeps_fp8, rounded_to)
 
 
 def _lines(

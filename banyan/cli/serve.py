@@ -79,13 +79,16 @@ def serve(argv: Sequence[str]) -> int:
         building_ahead(config.device.compiler, config.device.isa) if runs_here else nullcontext(),
         waiting_engines(config.parallel.local_replicas, environment.dist_secret) as start_engine,
     ):
-        from banyan.config.prepare import prepare
+        from banyan.config.prepare import prepare_to_load
         from banyan.server.lifecycle.serve import run_server
 
         gc.freeze()
         gc.enable()
         return run_server(
-            config, partial(prepare, config, environment), start_engine, environment.dist_secret
+            config,
+            partial(prepare_to_load, config, environment),
+            start_engine,
+            environment.dist_secret,
         )
 
 
@@ -112,10 +115,10 @@ def several_models(argv: Sequence[str]) -> list[str]:
 
 def _keep_ranks(config: Config, environment: Environment) -> int:
     """Run the ranks of a node other than the first, without a server."""
-    from banyan.config.prepare import prepare
+    from banyan.config.prepare import prepare_to_load
     from banyan.engine.multi_node import check_secret, own_hello, serve_node
 
-    config, model_config = prepare(config, environment)
+    config, model_config = prepare_to_load(config, environment)
     parallel, secret = config.parallel, environment.dist_secret
     check_secret(parallel, secret)
     comes_again = config.server.engine_restarts > 0

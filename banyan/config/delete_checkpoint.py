@@ -11,7 +11,7 @@ from pathlib import Path
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.schema import Config
+from banyan.config.schema import REMOTE_INSTANCE, Config
 from banyan.formats.shards import weight_files
 from banyan.model_config.model_config import ModelConfig
 
@@ -99,7 +99,7 @@ def delete_weight_files(config: Config, model_config: ModelConfig) -> None:
 
 
 def _weights(config: Config, model_config: ModelConfig) -> list[Path]:
-    if config.model.load_format == "dummy":
+    if config.model.load_format in ("dummy", REMOTE_INSTANCE):
         return []
     return (
         weight_files(model_config.path)

@@ -38,6 +38,7 @@ class DeviceFacts:
         torch_sampler: torch can sample next to the device's own kernel.
         attention: the attention backend of this device alone; "" = none has its name.
         host_tier: None = its pages cannot lie in memory of the host as well.
+        keeps_fp8: products with 8-bit floats exist for any type of activations.
         rounds_to: methods of checkpoints that --quantization applies to float weights too.
         chip: the chip of this machine in `config/flags/outcomes.tsv`; None = the device's name.
         is_here: whether this machine has such a device.
@@ -54,6 +55,7 @@ class DeviceFacts:
     torch_sampler: bool = False
     attention: str = ""
     host_tier: HostTierFacts | None = None
+    keeps_fp8: bool = False
     rounds_to: tuple[str, ...] = ()
     variables: Collection[str] = ()
     check_start: Callable[[Config, str, Environment], None] | None = None
@@ -86,6 +88,7 @@ CUDA = DeviceFacts(
     torch_sampler=True,
     check_start=_check_gpus,
     host_tier=HostTierFacts(("kernel", "direct"), ("page_first_direct", "page_first")),
+    keeps_fp8=True,
     rounds_to=("fp8",),
 )
 DEVICES: Table[DeviceFacts] = Table(

@@ -26,6 +26,7 @@ from banyan.config.rules.cache import HOST
 from banyan.config.schema import Config
 from banyan.engine_client.request_log import metrics_observers_of
 from banyan.grammar.base import BACKENDS
+from banyan.hub.remote_instance import with_weights_of_seed
 from banyan.media.preparation import check_media
 from banyan.model_config.model_config import ModelConfig
 from banyan.parsers.choice import NONE
@@ -49,6 +50,11 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelConf
     """
     config, model_config, _ = prepare_with_origins(config, environment)
     return config, model_config
+
+
+def prepare_to_load(config: Config, environment: Environment) -> tuple[Config, ModelConfig]:
+    """As `prepare`, with the weights that another server sends (--load-format remote_instance)."""
+    return with_weights_of_seed(*prepare(config, environment))
 
 
 def prepare_with_origins(

@@ -25,7 +25,7 @@ from banyan.formats.shards import check_weight_files
 from banyan.hub.catalogue import recognise
 from banyan.hub.sources import fetch
 from banyan.lora.rules import plan_lora
-from banyan.model_config.checkpoint import read_model_config
+from banyan.model_config.checkpoint import WITHOUT_FILES, read_model_config
 from banyan.model_config.draft_model import find_draft_model
 from banyan.model_config.from_hf import read_pooling
 from banyan.model_config.heavy_channels import check_sparsity
@@ -52,7 +52,8 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelConf
         _check_transformers(config)
     config, model_config = find_model(config, environment)
     check_deletion(config, model_config, began)
-    reads_mapped = config.model.load_format != "dummy" and not config.model.disable_mmap
+    has_files = config.model.load_format not in WITHOUT_FILES
+    reads_mapped = has_files and not config.model.disable_mmap
     if model_config.format == "safetensors" and reads_mapped:
         check_weight_files(model_config.path)
     located = replace(config, model=replace(config.model, path=model_config.path))
@@ -181,6 +182,6 @@ def resolve_with_origins(
 def _changed_fields(before: Config, after: Config) -> Iterator[str]:
     for part in fields(Config):
         old, new = getattr(before, part.name), getattr(after, part.name)
-        for each in fields(old):
+        for each in fields(old) if old is not new else ():
             if getattr(old, each.name) != getattr(new, each.name):
                 yield f"{part.name}.{each.name}"

@@ -15,6 +15,9 @@ UNSAID = -2
 DEMO = "demo"
 """The model that is served by default."""
 
+REMOTE_INSTANCE = "remote_instance"
+"""The load format of weights that a running server sends."""
+
 DEMO_LINE = (
     "the demo model (135M parameters) is a toy to try the API: its answers are often wrong. For "
     "real answers use qwen3-0.6b (640 MB) or qwen3-1.7b (1.8 GB); banyan models lists more"
@@ -56,6 +59,15 @@ class LoadConfig:
     """Mark the forward pass of each layer for external profilers."""
     disable_mmap: bool = False
     """Read files of weights into memory instead of mapping them."""
+    seed_host: str = ""
+    seed_port: int = 0
+    """The running server that sends its weights to this one, with REMOTE_INSTANCE."""
+    seed_ports: tuple[str, ...] = ()
+    """Ports where it sends them; `hub/remote_instance.py` reads them."""
+    seed_backend: str = "nccl"
+    """"transfer_engine" = it sends them on a port of its own."""
+    is_seed: bool = False
+    """Send weights on a port of its own."""
     loader_options: dict[str, object] = field(default_factory=dict[str, object])
     loader_threads: int = 0
     """Threads that read files of weights ahead of the loader; set by `config/rules/model.py`."""
@@ -124,6 +136,10 @@ class CacheConfig:
     """Memory of states relative to memory of KV."""
     state_interval: int = 0
     """Tokens between two state checkpoints; 0 = 256, or the page size if that is larger."""
+    state_dtype: str = "float32"
+    """Type of state matrices between steps."""
+    state_strategy: str = "auto"
+    """"no_buffer" = a state for each running request; "auto" = more of them, for checkpoints."""
     hierarchical: bool = False
     """Keep evicted pages in host memory or storage."""
     store: str = ""
@@ -321,6 +337,8 @@ class DeviceConfig:
     memory_saver: bool = False
     """Allow freeing weights and cache while the server runs."""
     weights_backup: bool = False
+    draft_backup: bool = False
+    """The draft model's weights are released with the model's, and stay in host memory."""
     """Keep released weights of a device in host memory."""
     kernels: dict[str, str] = field(default_factory=dict[str, str])
     """op -> forced implementation, to bisect a wrong answer."""
@@ -481,6 +499,13 @@ class HandoffConfig:
     """The same, of Mooncake's store as well, where others are not named."""
     offloads: bool = False
     """A decode server writes its pages to the store."""
+    decode_tp: int = 0
+    decode_dp: int = 0
+    """Ranks and replicas of the decode servers of a prefill server; 0 = any."""
+    prefill_pp: int = 0
+    """Stages of the prefill servers of a decode server; 0 = any."""
+    polling_interval: int = 1
+    """Steps after which a decode server looks for prompts that have arrived, while others run."""
     reserved_tokens: int = 512
     """Output tokens of each running request for which a decode server keeps pages free."""
 
@@ -511,6 +536,10 @@ class LoraConfig:
     eviction: str = "lru"
 
 
+SLOW = "slow"
+"""A value of --tokenizer-mode."""
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     host: str = "127.0.0.1"
@@ -532,7 +561,11 @@ class ServerConfig:
     stream_interval: int = 1
     incremental_output: bool = False
     """/generate streams only the new text of each chunk instead of all text so far."""
+    streaming_sessions: bool = False
+    """Sessions may be opened whose turns go on from the latest one."""
     skip_tokenizer: bool = False
+    tokenizer_mode: str = "auto"
+    """SLOW = read the vocabulary file from which tokenizer.json was made."""
     drain_timeout_s: float = 30.0
     keep_alive_s: int = 30
     """How long an idle connection stays open."""
@@ -643,6 +676,8 @@ class ObserveConfig:
     """Folder of profiles; "" = the folder of temporary files."""
     metrics: bool = False
     """Export metrics at /metrics."""
+    metrics_of_ranks: bool = False
+    """Export gauges for every rank; all ranks of a replica have the same."""
     metrics_names: str = "sglang"
     """Naming scheme of metrics: "sglang" or VLLM."""
     labels_header: str = "x-custom-labels"

@@ -192,6 +192,8 @@ class DecodeSide:
             raise wire.Broken("none of its replicas has the room")
         found = wire.unpack(body, wire.Found)
         _check_facts(found.facts, self._options.facts, where)
+        if odd := wire.odd_layout(self._options.peer_layout, found.layout, "prefill"):
+            raise _Lost(503, f"{where}: {odd}")
         if not 0 <= found.tokens <= op.prompt_len:
             raise wire.Broken(f"pages of {found.tokens:,} tokens")
         return channel, found.tokens
@@ -238,7 +240,8 @@ class DecodeSide:
             writers.append(writer)
             channel = await wire.greet(reader, writer, self._master, is_prefill=False)
             sizes = [form.tokens for form in self._options.forms]
-            seek = wire.Seek(op.transfer_id, op.digest, sizes, op.prefill_replica)
+            layout = dict(self._options.layout)
+            seek = wire.Seek(op.transfer_id, op.digest, sizes, op.prefill_replica, layout)
             await channel.send(wire.SEEK, wire.pack(seek))
             return channel, *await self._next_frame(channel, wire.MAX_FOUND, where)
         except TimeoutError:

@@ -279,6 +279,9 @@ class PrefillSide:
         if room.decoder is not None:
             await channel.send(wire.GONE, wire.pack(_TAKEN))
             return
+        if odd := wire.odd_layout(self._options.peer_layout, seek.layout, "decode"):
+            await channel.send(wire.GONE, wire.pack(wire.Gone(503, odd)))
+            return
         if room.digest != seek.digest:
             other = wire.Gone(400, "it computes another prompt there, or with other weights")
             await channel.send(wire.GONE, wire.pack(other))
@@ -314,7 +317,7 @@ class PrefillSide:
                     self._awaited[name] = event, waiting - 1
 
     async def _hand_over(self, channel: wire.Channel, room: _Room) -> None:
-        facts = wire.Found(room.tokens, self._options.facts)
+        facts = wire.Found(room.tokens, self._options.facts, dict(self._options.layout))
         await channel.send(wire.FOUND, wire.pack(facts))
         frames: _Frames = asyncio.Queue(1)
         listening = self._thread.run(_listen(channel, frames))

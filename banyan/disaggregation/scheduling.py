@@ -275,9 +275,16 @@ class PrefillScheduling:
 
 
 class DecodeScheduling:
-    """Transfers that this server receives."""
+    """Transfers that this server receives.
 
-    def __init__(self, cache: KVCache, peers: PeerTier, chunk_tokens: int) -> None:
+    Args:
+        interval: steps after which it looks for prompts that have been found, while others run.
+    """
+
+    def __init__(
+        self, cache: KVCache, peers: PeerTier, chunk_tokens: int, interval: int = 1
+    ) -> None:
+        self._interval, self._steps = interval, 0
         self.ops: list[KVTransferOp] = []
         self.delayed_ends: list[Event] = []
         self._cache = cache
@@ -316,6 +323,9 @@ class DecodeScheduling:
 
     def before_step(self, running: list[Request], waiting: list[Request], free_slots: int) -> None:
         """Start to load pages for the next requests, as many as can be admitted soon."""
+        self._steps += 1
+        if running and self._steps % self._interval:
+            return
         reserved = [0] * len(self._cache.groups)
         left = max(1, free_slots)
         for request in waiting:
@@ -397,12 +407,14 @@ class DecodeScheduling:
         return True
 
 
-def disaggregation_side(role: str, cache: KVCache, chunk_tokens: int) -> DisaggregationSide | None:
+def disaggregation_side(
+    role: str, cache: KVCache, chunk_tokens: int, interval: int = 1
+) -> DisaggregationSide | None:
     """The hooks of a server's role: PREFILL, DECODE, or "" (None: no disaggregation)."""
     if not role or cache.peers is None:
         return None
     if role == DECODE:
-        return DecodeScheduling(cache, cache.peers, chunk_tokens)
+        return DecodeScheduling(cache, cache.peers, chunk_tokens, interval)
     assert role == PREFILL, role
     return PrefillScheduling(cache, cache.peers, sum(pool.total for pool in cache.pools) // 2)
 

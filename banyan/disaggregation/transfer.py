@@ -5,7 +5,7 @@ Also what the backends share: options, a queue of finished transfers, and an eve
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -36,6 +36,8 @@ class TransferOptions:
         patience_s: how long to wait for a room that is not open yet.
         forms: layout of the pages of each group.
         rdma_devices: names of RDMA devices, separated by commas; "" = the engine's own choice.
+        layout: ranks and replicas of this server, by their flags.
+        peer_layout: those that the other server must have.
         fabric: opens direct device-to-device copies; returns None if there are none.
     """
 
@@ -51,6 +53,8 @@ class TransferOptions:
     replicas: int = 1
     forms: tuple[PageForm, ...] = ()
     rdma_devices: str = ""
+    layout: Mapping[str, int] = field(default_factory=dict[str, int])
+    peer_layout: Mapping[str, int] = field(default_factory=dict[str, int])
     fabric: Callable[[], Fabric | None] = lambda: None
 
 
@@ -62,11 +66,11 @@ OpenTransfer = Callable[[Pages, TransferOptions, Callable[[], None]], PageMover]
 TRANSFERS: Table[OpenTransfer] = Table(
     "transfer backend",
     {
-        "tcp": "banyan.disaggregation.tcp:open_tcp",
-        "mooncake": "banyan.disaggregation.mooncake:open_mooncake",
-        "nixl": "banyan.disaggregation.nixl:open_nixl",
+        "tcp": "banyan.disaggregation.backends:open_tcp",
+        "mooncake": "banyan.disaggregation.backends:open_mooncake",
+        "nixl": "banyan.disaggregation.backends:open_nixl",
         "ascend": "banyan.ascend.kv_transfer:open_ascend",
-        "fake": "banyan.disaggregation.fake:open_fake",
+        "fake": "banyan.disaggregation.backends:open_fake",
     },
     plugins="banyan.transfers",
 )

@@ -13,6 +13,7 @@ import asyncio
 import hmac
 import os
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b, scrypt
@@ -61,6 +62,8 @@ class Seek(msgspec.Struct, frozen=True):
     """Tokens of a page of the decode server, by group; 0 = it holds a state."""
     prefill_replica: int = msgspec.field(name="giver", default=-1)
     """The replica that computes the prompt; -1 = the one that the room number selects."""
+    layout: dict[str, int] = {}
+    """Ranks and replicas of the decode server, by their flags."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -69,6 +72,8 @@ class Found(msgspec.Struct, frozen=True):
     tokens: int
     """Number of tokens whose pages will come."""
     facts: dict[str, str]
+    layout: dict[str, int] = {}
+    """Of the prefill server, as in Seek."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -95,6 +100,20 @@ class Gone(msgspec.Struct, frozen=True):
 
     status: int
     text: str
+
+
+def odd_layout(wanted: Mapping[str, int], theirs: Mapping[str, int], role: str) -> str:
+    """How a peer differs from the one that flags of this server describe; "" = it does not.
+
+    Args:
+        wanted: flag of the peer -> its value.
+        role: of the peer.
+    """
+    for flag, value in wanted.items():
+        if theirs.get(flag, 0) != value:
+            found = theirs.get(flag, "no")
+            return f"the {role} server has {flag} {found}, and {value} was announced"
+    return ""
 
 
 @dataclass

@@ -305,6 +305,9 @@ def _open_executor(
         runner,
         may_release=config.device.memory_saver,
         keeps_backup=config.device.weights_backup,
+        draft=None
+        if opened.draft is None or not config.device.draft_backup
+        else opened.draft.model,
         offload=opened.offload,
     )
     preparers: dict[type[ControlOp], PrepareOp] = {

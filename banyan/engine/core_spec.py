@@ -147,6 +147,7 @@ def core_spec(
             attention_ratio=attention_ratio(model_config)
             if schedule.shrinks_chunks and config.parallel.pp > 1 and is_chunked
             else 0.0,
+            polling_interval=config.handoff.polling_interval,
         ),
         order=schedule.policy,
         eviction=config.cache.eviction,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.config.schema import Config
+from banyan.config.schema import SLOW, Config
 from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler, bare_of
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
@@ -31,7 +31,8 @@ def open_grammars(
     def read() -> tuple[Vocabulary, Encode]:
         from banyan.tokenizer.load import load_tokenizer  # imports tokenizers
 
-        tokenizer = load_tokenizer(config.model.tokenizer_path)
+        is_slow = config.server.tokenizer_mode == SLOW
+        tokenizer = load_tokenizer(config.model.tokenizer_path, is_slow)
         pieces, ends, special = tokenizer.pieces, tokenizer.eos_ids, tokenizer.special_ids
         vocabulary = vocabulary_of(
             pieces.__getitem__, tokenizer.vocab_size, model_config.vocab_size, ends, special

@@ -16,7 +16,7 @@ import torch
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.rules.cache import BY_NAME, COPIED_APART, HOST, can_have_store, store_wishes
-from banyan.config.schema import CacheConfig, Config
+from banyan.config.schema import CacheConfig, Config, HandoffConfig
 from banyan.disaggregation.page_cutting import PageForm
 from banyan.engine.model_loader import OpenModel, groups_of
 from banyan.formats.shards import files_of_weights
@@ -73,6 +73,7 @@ _BY_HEAD: dict[str, PartsOfHead | None] = {PLAIN_PAGES: None, BY_HEAD: parts_of_
 """Page layouts that can be cut by tokens."""
 _SHOWN = 16
 """Characters of a digest in messages."""
+_TP, _DP, _PP = "--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size"
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,8 @@ def mover_of(
 
 def _check_the_device(config: Config, traits: Traits) -> None:
     """Refuse page movers that this device does not support."""
-    if config.cache.hierarchical and not traits.is_host and not config.cache.host_tier:
+    is_stored = config.cache.host_tier or bool(config.handoff.role)
+    if config.cache.hierarchical and not traits.is_host and not is_stored:
         raise ConfigError(
             f"--enable-hierarchical-cache is not available on {traits.name}: pages are moved from "
             "and to the memory of the host only",
@@ -402,7 +404,7 @@ def _fabric_of(served: ServedReplica) -> "Fabric | None":
 def _pd_mover(
     served: ServedReplica, wake: Callable[[], None], secret: str, rank_access: Sequence[RankAccess]
 ) -> OpenMover:
-    from banyan.disaggregation.fake import FakeWithoutHost
+    from banyan.disaggregation.backends import FakeWithoutHost
     from banyan.disaggregation.transfer import (  # imports sockets, which only PD needs
         TRANSFERS,
         TransferOptions,
@@ -431,6 +433,8 @@ def _pd_mover(
         patience_s=handoff.patience_s,
         fabric=lambda: _fabric_of(served),
         rdma_devices=handoff.rdma_devices,
+        layout={_TP: parallel.tp, _DP: parallel.dp, _PP: parallel.pp},
+        peer_layout=_peer_layout(handoff),
     )
     open_transfer = TRANSFERS.load(handoff.transfer)
 
@@ -458,6 +462,15 @@ def _pd_mover(
         return mover if parallel.world == 1 else EarlyMover(mover)
 
     return open_mover
+
+
+def _peer_layout(handoff: HandoffConfig) -> dict[str, int]:
+    """The ranks and replicas that the other server must have."""
+    if handoff.mode == "prefill":
+        wanted = {_TP: handoff.decode_tp, _DP: handoff.decode_dp}
+    else:
+        wanted = {_PP: handoff.prefill_pp}
+    return {flag: count for flag, count in wanted.items() if count}
 
 
 def _facts_of_sizes(groups: Sequence[GroupLayout], forms: Sequence[PageForm]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 
 import torch
 
@@ -18,9 +19,10 @@ from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.base.memory import give_back, runs_the_process
-from banyan.base.os import available_cores
+from banyan.base.os import available_cores, is_loopback
 from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
+from banyan.config.env import keep_ranks_local
 from banyan.config.flags.device import ATTENTION
 from banyan.config.rules.cache import can_have_store
 from banyan.config.rules.execution import with_draft_attention
@@ -79,6 +81,8 @@ _CACHE_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+_OWN = frozenset(("shared", "peer memory"))
+"""Our own collectives."""
 _MULTI_STREAM = "SGLANG_NPU_USE_MULTI_STREAM"
 _WHOLE_PROMPTS = 8192
 """Tokens of the largest step to record where prompts are not cut into chunks."""
@@ -144,12 +148,16 @@ def open_model(
     dtype = _DTYPES[config.model.activation_dtype]
     offload = open_offload(config.device, platform)
     # Experts that move and backups are copied as bytes.
-    is_copied = config.experts.balances or config.device.weights_backup
+    has_backup = config.device.weights_backup or config.device.draft_backup
+    is_copied = config.experts.balances or has_backup
     keeps_plain = offload is not None or is_copied
     toolkit = _open_toolkit(config, config.model, traits, threads, keeps_plain)
     ops = _bind(config, model_config, traits, device, toolkit)
     phases.done("kernels")
     exchanged = exchanged_tokens(config, traits)
+    meeting = urlsplit(mesh_address)
+    if meeting.scheme == "file" or is_loopback(meeting.hostname or ""):
+        keep_ranks_local()
     groups = open_groups(
         GroupsConfig(
             rank,
@@ -170,6 +178,7 @@ def open_model(
             slot_bytes=slot_bytes(config, model_config),
             has_exchange=bool(exchanged),
             interface=parallel.interface,
+            uses_own_sums=parallel.avoids_own_collectives and not _OWN & set(traits.collectives),
             checks_peers=parallel.checks_peers,
         )
     )
@@ -195,6 +204,7 @@ def open_model(
         is_fused=bool(fused_mode(config)),
         side_stream=_open_side_stream(config, model_config, platform),
         ranges=platform.ranges() if config.model.marks_layers else None,
+        state_dtype=_DTYPES[config.cache.state_dtype],
     )
     if model_config.format == "gguf" and not traits.is_host:
         kept = ", ".join(cast(BoundOps, ops).kept_types)
@@ -207,7 +217,7 @@ def open_model(
     draft = None
     if config.speculative.is_model:
         if draft_of(config).quantization != config.model.quantization:
-            toolkit = _open_toolkit(config, draft_of(config), traits, threads)
+            toolkit = _open_toolkit(config, draft_of(config), traits, threads, is_copied)
         draft = _open_draft(config, model_config, traits, model, build, toolkit)
     gc.collect()
     if runs_the_process():
@@ -231,8 +241,9 @@ def open_model(
 
 
 def _collectives_of(config: Config, traits: Traits) -> tuple[str, ...]:
-    """Collective libraries, best first; --disable-custom-all-reduce leaves our own out."""
-    own = ("shared", "peer memory") if config.parallel.avoids_own_collectives else ()
+    """Collective libraries, best first; --disable-custom-all-reduce leaves our own out. (A device
+    without one then takes its library's all-reduce, instead of sums in the order of the ranks.)"""
+    own = _OWN if config.parallel.avoids_own_collectives else ()
     return tuple(name for name in traits.collectives if name not in own)
 
 
@@ -457,10 +468,10 @@ def check_the_rounding(quantization: str, model_config: ModelConfig, traits: Tra
     Raises:
         ConfigError: experts cannot be quantised on this device.
     """
-    if quantization and model_config.experts is not None and not traits.is_host:
+    can_round = traits.is_host or traits.rounds_experts
+    if quantization and model_config.experts is not None and not can_round:
         raise ConfigError(
-            f"--quantization {quantization}: experts are rounded on CPUs only, this is "
-            f"{traits.name}",
+            f"--quantization {quantization}: experts are not rounded on {traits.name}",
             hint="leave it out",
         )
 
@@ -481,7 +492,7 @@ def check_drafts(
             "that read each other are read on the host alone",
             hint="use EAGLE3 where there is a model for this one, NGRAM, or --device cpu",
         )
-    if model_config is not None and model_config.has_states:
+    if model_config is not None and model_config.has_states and not traits.rolls_back:
         raise ConfigError(
             f"--speculative-algorithm {speculative.algorithm} on {traits.name}: layers of this "
             "model keep a state, which can only be rolled back after rejected drafts on a CPU",

@@ -35,7 +35,7 @@ from banyan.formats.shards import TORCH, has_weights, weight_files
 from banyan.hub.catalogue import meant
 from banyan.hub.downloads import fetch_files
 from banyan.hub.metadata import HubFile, Place, is_safe_name, list_repository
-from banyan.model_config.checkpoint import MODEL_FILES, PICKLED, pickled
+from banyan.model_config.checkpoint import MODEL_FILES, PICKLED, WITHOUT_FILES, pickled
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Hub:
             shown = printable(self._revision, 80)
             raise ModelError(f"--revision {shown!r} is no name of a branch, a tag or a commit")
         self._is_offline = model.offline or environment.hf_offline
-        self._needs_weights = model.load_format != "dummy"
+        self._needs_weights = model.load_format not in WITHOUT_FILES
         self._cache = cache_folder(model, environment)
         self._token = environment.hf_token
         self._endpoint = environment.hf_endpoint
@@ -68,7 +68,10 @@ class Hub:
         def fetch() -> str:
             place, files = self._listed(repo)
             patterns = _patterns(repo, [f.name for f in files])
-            self._fetch(place, [f for f in files if any(fnmatch(f.name, p) for p in patterns)])
+            wanted = [f for f in files if any(fnmatch(f.name, p) for p in patterns)]
+            if not self._needs_weights:
+                wanted = [f for f in wanted if not has_weights([f.name])]
+            self._fetch(place, wanted)
             return str(place.folder / "snapshots" / place.commit)
 
         return self._brought(fetch, lambda: self._whole_snapshot(repo))

@@ -205,7 +205,8 @@ def _states_of(
     budget: int,
 ) -> Callable[[int], int]:
     """Number of states as a function of the pages of the other groups: at most one per running
-    request plus one per checkpoint interval, at least FEW_PAGES.
+    request plus one per checkpoint interval, at least FEW_PAGES. "no_buffer" leaves out the
+    checkpoints, which then take states that no running request has.
     """
     if cache.states:
         return lambda pages: cache.states
@@ -214,7 +215,8 @@ def _states_of(
 
     def share(pages: int) -> int:
         memory = pages * per_page * cache.state_ratio if per_page else max(0, budget)
-        useful = running + pages * size // interval
+        checkpoints = 0 if cache.state_strategy == "no_buffer" else pages * size // interval
+        useful = running + checkpoints
         return max(FEW_PAGES, min(useful, int(memory // group.page_bytes)))
 
     return share

@@ -228,6 +228,11 @@ class Attention(Caching):
         q = q.unflatten(-1, (self.spec.heads, self.head_dim))  # [tokens, heads, head_dim]
         k = k.unflatten(-1, (self.spec.kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.spec.kv_heads, self.head_dim))
+        norms = (self.q_norm, self.k_norm) if self.qk_norm == "head" else ()
+        if norms and angles is not None and not any(each._forward_hooks for each in norms):
+            weights = self.q_norm.weight, self.k_norm.weight
+            q, k = self.ops.norm_rotary(q, k, *weights, self.q_norm.eps, *angles)
+            return q, k, v, gate
         if self.qk_norm in ("head", "layer", "layer+bias", "each head"):
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:

@@ -30,6 +30,7 @@ class Build:
         calls.
     side_stream: runs the shared experts in parallel with the routed ones; None = one stream.
     ranges: marks each layer for profilers of others; None = not marked.
+    state_dtype: of the state matrices that layers keep between steps.
     """
 
     ops: Ops
@@ -45,3 +46,4 @@ class Build:
     is_fused: bool = False
     side_stream: SideStream | None = None
     ranges: Ranges | None = None
+    state_dtype: torch.dtype = torch.float32

@@ -67,7 +67,10 @@ class GatedDeltaNet(Caching):
         self.norm = PlainNorm(facts.value_dim, norm_eps, build)
         width = facts.key_heads * value
         self.out = RowLinear(width, dim, ShardRule(1, value), False, group, build)
-        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0, shared), group)}
+        kept = {
+            INPUTS: self.conv.kept,
+            MATRIX: matrix_of(facts, ShardRule(0, shared), build),
+        }
         self.cache = LayerCache(layer, kept, STATE)
         # RMS norm times this has length one; q is scaled in addition.
         unit = torch.full((key,), key**-0.5, dtype=build.dtype, device=build.device)
@@ -191,7 +194,7 @@ class KimiDeltaAttention(Caching):
         self.decays = KeyDecays(facts, build)
         self.norm = PlainNorm(head, norm_eps, build)
         self.out = RowLinear(width, dim, ShardRule(1, head), False, group, build)
-        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0), group)}
+        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0), build)}
         self.cache = LayerCache(layer, kept, STATE)
         # RMS norm times this has length one; q is scaled in addition.
         unit = torch.full((head,), head**-0.5, dtype=build.dtype, device=build.device)
@@ -253,7 +256,7 @@ class LightningAttention(Caching):
         self.zeros = torch.zeros_like(self.rates)
         here = 3 * self.heads * facts.value_dim
         self.ones = torch.ones(here, dtype=build.dtype, device=build.device)
-        self.cache = LayerCache(layer, {MATRIX: matrix_of(facts, ShardRule(0), group)}, STATE)
+        self.cache = LayerCache(layer, {MATRIX: matrix_of(facts, ShardRule(0), build)}, STATE)
 
     def forward(self, x: Tensor, angles: object, step: StepInputs) -> Tensor:
         """x: [tokens, dim]; nothing rotates; returns [tokens, dim]."""

@@ -78,7 +78,7 @@ class Mamba(Caching):
         self.rates = MambaRates(facts, build)
         self.out = RowLinear(inner, dim, ShardRule(1), bias, group, build)
         shape = (facts.key_dim, channels.last - channels.first)
-        matrix = CacheTensor(shape, torch.float32, (channels,), axis=1)
+        matrix = CacheTensor(shape, build.state_dtype, (channels,), axis=1)
         self.cache = LayerCache(layer, {INPUTS: self.conv.kept, MATRIX: matrix}, STATE)
 
     def forward(self, x: Tensor, angles: object, step: StepInputs) -> Tensor:
@@ -166,7 +166,7 @@ class Mamba2(Caching):
         self.out = RowLinear(
             inner, dim, ShardRule(1, facts.value_dim), facts.has_bias, group, build
         )
-        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0), group)}
+        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0), build)}
         self.cache = LayerCache(layer, kept, STATE)
 
     def forward(self, x: Tensor, angles: object, step: StepInputs) -> Tensor:

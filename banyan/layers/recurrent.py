@@ -108,7 +108,7 @@ class GatedConv(Caching):
 
 
 MATRIX = "matrix"
-"""Name of a scan's state: a matrix per head, [heads, key_dim, value_dim] fp32."""
+"""Name of a scan's state: a matrix per head, [heads, key_dim, value_dim]."""
 
 
 class DecayGates(Layer):
@@ -145,12 +145,12 @@ class DecayGates(Layer):
         return self.ops.decay_gates(x, self.bias, self.rate, *self.bounds)
 
 
-def matrix_of(facts: StateFacts, rule: ShardRule, group: Group) -> CacheTensor:
+def matrix_of(facts: StateFacts, rule: ShardRule, build: Build) -> CacheTensor:
     """The cache of a state matrix per head.
 
     Args:
-        rule: how the ranks of the group shard the heads.
+        rule: how the ranks of attention shard the heads.
     """
-    heads = ShardedAxis(facts.heads, *rule.span(facts.heads, group))
+    heads = ShardedAxis(facts.heads, *rule.span(facts.heads, build.groups.attention))
     shape = (heads.last - heads.first, facts.key_dim, facts.value_dim)
-    return CacheTensor(shape, torch.float32, (heads,))
+    return CacheTensor(shape, build.state_dtype, (heads,))

@@ -14,6 +14,8 @@ from banyan.model_config.from_hf import read_hub_folder
 from banyan.model_config.model_config import ModelConfig
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+WITHOUT_FILES = ("dummy", "remote_instance")
+"""Load formats of weights that are not in the model's files."""
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt", "*.tiktoken")
 """Files that are fetched from a repository: safe weights, configuration, tokenizer, template."""
 
@@ -30,7 +32,8 @@ def read_model_config(
 
     Args:
         path: a .gguf file, or a folder that holds one, or config.json and *.safetensors.
-        load_format: auto | gguf | safetensors | dummy (needs no weights, only the configuration).
+        load_format: auto | gguf | safetensors, or one of WITHOUT_FILES, which need only the
+            configuration.
         overrides: values that replace the checkpoint's, by its own keys.
         is_foreign: the transformers library runs the model, so any architecture is accepted.
         with_media: False = of a multimodal checkpoint only the text model is served.
@@ -56,7 +59,7 @@ def read_model_config(
     is_folder = has_weights(names)
     if load_format == "gguf" or (load_format == "auto" and gguf and not is_folder):
         return read_gguf(_the_one_gguf(path, gguf), overrides)
-    if not is_folder and load_format != "dummy":
+    if not is_folder and load_format not in WITHOUT_FILES:
         raise _without_weights(path, names)
     return read_hub_folder(path, overrides, with_media=with_media, config_file=config_file)
 

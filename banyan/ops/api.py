@@ -103,6 +103,53 @@ class LogitOps(Protocol):
         ...
 
 
+class RotaryOps(Protocol):
+    """Rotary position embedding."""
+
+    def rotary_angles(
+        self,
+        positions: Tensor,
+        frequencies: Tensor,
+        magnitude: float,
+        shifts: Tensor | None = None,
+        axes: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of position · frequency in fp32, times the magnitude.
+
+        positions: [tokens] int64; frequencies: [pairs] fp32; shifts: [tokens, axes] int32, what
+        each axis adds to the position; axes: [pairs] int32, the axis of each pair.
+        returns: cos, sin [tokens, pairs] fp32.
+        """
+        ...
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate the pairs (i, i + pairs) of every head by the angle of its token.
+
+        Dimensions from 2·pairs on, where there are any, stay as they are.
+
+        q: [tokens, heads, head_dim] T; k: [tokens, kv_heads, head_dim] T, tokens may lie apart;
+        cos, sin: [tokens, pairs] fp32.
+        returns: q, k rotated, same shapes and dtypes.
+        """
+        ...
+
+    def norm_rotary(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`rms_norm` of every head of q and k, then `rotary`, rounded as these two.
+
+        q_weight, k_weight: [head_dim] T; the rest as for `rotary`.
+        """
+        ...
+
+
 class FeatureOps(Protocol):
     """Ops of prompts that are given by content."""
 
@@ -316,6 +363,7 @@ class Ops(
     AdapterOps,
     AdapterRowOps,
     LogitOps,
+    RotaryOps,
     FeatureOps,
     IndexOps,
     PrologueOps,
@@ -362,33 +410,6 @@ class Ops(
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y, both [tokens, dim] T; neither is changed."""
-        ...
-
-    def rotary_angles(
-        self,
-        positions: Tensor,
-        frequencies: Tensor,
-        magnitude: float,
-        shifts: Tensor | None = None,
-        axes: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """cos and sin of position · frequency in fp32, times the magnitude.
-
-        positions: [tokens] int64; frequencies: [pairs] fp32; shifts: [tokens, axes] int32, what
-        each axis adds to the position; axes: [pairs] int32, the axis of each pair.
-        returns: cos, sin [tokens, pairs] fp32.
-        """
-        ...
-
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate the pairs (i, i + pairs) of every head by the angle of its token.
-
-        Dimensions from 2·pairs on, where there are any, stay as they are.
-
-        q: [tokens, heads, head_dim] T; k: [tokens, kv_heads, head_dim] T, tokens may lie apart;
-        cos, sin: [tokens, pairs] fp32.
-        returns: q, k rotated, same shapes and dtypes.
-        """
         ...
 
     def silu_and_mul(self, gate_up: Tensor, limit: float = math.inf) -> Tensor:
@@ -642,6 +663,7 @@ OP_NAMES = (
     "add",
     "rotary_angles",
     "rotary",
+    "norm_rotary",
     "silu_and_mul",
     "gelu_and_mul",
     "gelu_tanh_and_mul",

@@ -376,11 +376,30 @@ def bind(
             functions[f"pack_{op}"] = partial(_pack_whole, packers[""], dtype, device)
         else:
             functions[op] = packers[""]
+        if op == "norm_rotary" and choices[-1].kernel == REFERENCE and op not in forced:
+            functions[op] = partial(
+                _norm_rotary, cast(Any, functions["rms_norm"]), cast(Any, functions["rotary"])
+            )
+            choices[-1] = replace(choices[-1], kernel="rms_norm, rotary")
         if op == "paged_attention" and torch_phase:
             functions[op] = _by_phase(packers[""], torch_phase, choices)
     _check_layouts(choices)
     _warn_of_slow_pages(platform, table, spec, forced)
     return cast(Ops, BoundOps(functions, tuple(choices), spec))
+
+
+def _norm_rotary(
+    rms_norm: Callable[..., Tensor],
+    rotary: Callable[..., object],
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    *angles: Tensor,
+) -> object:
+    """By the kernels of its two parts, for devices without one of its own."""
+    return rotary(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), *angles)
 
 
 def _by_phase(

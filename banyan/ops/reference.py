@@ -284,7 +284,8 @@ def scan(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     wide_q, wide_k = (part.float().repeat_interleave(shared, 1).unsqueeze(-1) for part in (q, k))
     for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
-        state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
+        state = torch.zeros_like(states[page]) if is_fresh else states[page]
+        state = state.float().clone()
         for t in range(tokens.start, tokens.stop):
             value, force = v[t].float(), strength[t].unsqueeze(-1)
             state = kept[t].view(len(value), -1, 1) * state
@@ -313,7 +314,8 @@ def selective_scan(
 ) -> Tensor:
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     for page, tokens, is_fresh, rollback_checkpoint in _walk(rows):
-        state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
+        state = torch.zeros_like(states[page]) if is_fresh else states[page]
+        state = state.float().clone()
         for t in range(tokens.start, tokens.stop):
             value = v[t].float()
             moved = k[t].float().unsqueeze(1) * (step[t] * value)
@@ -379,6 +381,18 @@ def rotary_angles(
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [tokens, 1, head_dim/2]
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def norm_rotary(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return rotary(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

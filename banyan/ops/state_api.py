@@ -96,7 +96,8 @@ class StateOps(Protocol):
         h // (heads/key_heads); tokens may lie apart;
         kept: [tokens, heads] fp32, or one for each key dimension, [tokens, heads, key_dim] (arXiv
         2510.26692); strength: [tokens, heads] fp32; skip: [heads] fp32 or None;
-        states: [num_pages, heads, key_dim, value_dim] fp32; changes in place.
+        states: [num_pages, heads, key_dim, value_dim] fp32, or bf16, to which a state is then
+        rounded after each step; changes in place.
         returns: [tokens, heads, value_dim] T, sums in fp32.
         """
         ...
@@ -119,7 +120,7 @@ class StateOps(Protocol):
 
         q, k: [tokens, key_dim] T; v: [tokens, channels] T; step: [tokens, channels] fp32; tokens
         may lie apart; rate: [key_dim, channels] fp32; skip: [channels] fp32;
-        states: [num_pages, key_dim, channels] fp32; changes in place.
+        states: [num_pages, key_dim, channels] fp32 or bf16, as above; changes in place.
         returns: [tokens, channels] T, sums in fp32.
         """
         ...

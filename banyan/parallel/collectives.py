@@ -128,6 +128,7 @@ class Rendezvous:
         interface: network interface that a rank listens on; "" = the one that reaches the others.
         is_exchange: only operators of the device use the group.
         slot_bytes: bytes that a rank can offer to the others at once; 0 = the library's default.
+        uses_own_sums: sums over ranks are the library's own, in its order of additions.
         checks_peers: known sums show whether devices really reach each other's memory.
     """
 
@@ -141,6 +142,7 @@ class Rendezvous:
     slot_bytes: int = 0
     is_exchange: bool = False
     interface: str = ""
+    uses_own_sums: bool = False
     checks_peers: bool = False
 
     @property

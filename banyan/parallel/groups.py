@@ -307,6 +307,7 @@ class GroupsConfig:
         slot_bytes: bytes that a rank can offer to the others at once; 0 = the library's default.
         has_exchange: operators of the device exchange the rows of experts.
         interface: network interface that a rank listens on; "" = the one that reaches the others.
+        uses_own_sums: sums over ranks are the library's own (--disable-custom-all-reduce).
         checks_peers: known sums show whether devices really reach each other's memory.
     """
 
@@ -328,6 +329,7 @@ class GroupsConfig:
     slot_bytes: int = 0
     has_exchange: bool = False
     interface: str = ""
+    uses_own_sums: bool = False
     checks_peers: bool = False
 
 
@@ -401,6 +403,7 @@ def _meet(
         config.slot_bytes,
         is_exchange,
         config.interface,
+        config.uses_own_sums,
         config.checks_peers,
     )
     return Group(rank, size, open_collectives(rendezvous, config.libraries))

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.ops.cuda.all_reduce import (
     PeerAllReduce,
+    Publish,
     add_in_order,
     has_no_peers,
     open_peers,
     own_device,
+    own_kind,
 )
 from banyan.ops.cuda.needs import has_triton
 from banyan.parallel.collectives import Rendezvous, Transport
@@ -104,9 +107,33 @@ def _added(parts: Tensor) -> Tensor:
     return add_in_order(parts) if _HAS_TRITON and parts.is_cuda else in_order(list(parts))
 
 
+def _publisher(rendezvous: Rendezvous, store: Any) -> Publish:
+    def publish(name: str, mine: bytes) -> list[bytes]:
+        store.set(f"{name}.{rendezvous.rank}", mine)
+        return [store.get(f"{name}.{rank}") for rank in range(rendezvous.size)]
+
+    return publish
+
+
+def check_kinds(publish: Publish) -> None:
+    """Every rank computes the logits' last steps, and all must find the same tokens.
+
+    Raises:
+        ConfigError: the ranks have GPUs of several kinds.
+    """
+    kinds = sorted({kind.decode() for kind in publish("kinds", own_kind().encode())})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the ranks of a replica have GPUs of several kinds: {', '.join(kinds)}",
+            hint="choose GPUs of one kind with CUDA_VISIBLE_DEVICES, or with --base-gpu-id and "
+            "--gpu-id-step",
+        )
+
+
 def open_process_group(rendezvous: Rendezvous, store: Any) -> Any:
     """NCCL's process group of this rank, with all its connections made: none is made while a graph
     is captured, or after the memory was divided."""
+    check_kinds(_publisher(rendezvous, store))
     nccl: Any = dist.distributed_c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=rendezvous.timeout_s)
@@ -126,11 +153,7 @@ def _open(rendezvous: Rendezvous) -> NcclCollectives:
 def _open_with_peers(rendezvous: Rendezvous) -> NcclCollectives:
     store = open_store(rendezvous)
     group = open_process_group(rendezvous, store)
-
-    def publish(name: str, mine: bytes) -> list[bytes]:
-        store.set(f"{name}.{rendezvous.rank}", mine)
-        return [store.get(f"{name}.{rank}") for rank in range(rendezvous.size)]
-
+    publish = _publisher(rendezvous, store)
     peers = open_peers(publish, rendezvous.rank, rendezvous.checks_peers)
     if isinstance(peers, str):
         if rendezvous.rank == 0:

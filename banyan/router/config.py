@@ -1,4 +1,4 @@
-"""Configuration of a router. Frozen; `args.py` fills it from flags."""
+"""Configuration of a router. Frozen; `cli/router.py` fills it from flags."""
 
 from dataclasses import dataclass, field
 

@@ -138,7 +138,8 @@ class ModelRunner:
         # The draft model's layers follow the model's in the same pages, so one lease, one radix
         # tree and one store hold both.
         draft_caches = [] if draft is None else draft.model.caches
-        can_roll_back = self.platform.traits.is_host and not config.branching
+        traits = self.platform.traits
+        can_roll_back = (traits.is_host or traits.rolls_back) and not config.branching
         self.store = KVStore(
             groups=config.groups,
             caches=numbered_through([model.caches, draft_caches]),
@@ -167,16 +168,15 @@ class ModelRunner:
         self._target_hidden = TargetHiddenStates(bool(aux_layers))
         """Hidden states of the last step, for drafters that read them."""
         self._drafting: Drafting | None = None
+        self._draft_runner: DraftRunner | None = None
         if open_drafter is not None:
-            open_draft = partial(
-                open_draft_runner,
-                self._table,
-                self.store,
-                config,
-                self.platform,
-                draft,
-                self._target_hidden,
-            )
+
+            def open_draft() -> DraftRunner:
+                self._draft_runner = open_draft_runner(
+                    self._table, self.store, config, self.platform, draft, self._target_hidden
+                )
+                return self._draft_runner
+
             compaction = None
             if config.branching:
                 layers = 1 + max((cache.layer for cache in model.caches), default=-1)
@@ -225,6 +225,8 @@ class ModelRunner:
                 attention=attention,
                 platform=self.platform,
             )
+        if self._draft_runner is not None:
+            self._draft_runner.reopen()
         self.platform.synchronize()
         self._pooler = None
         if model_config.pooling is not None:
@@ -239,9 +241,15 @@ class ModelRunner:
         default = "encoder" if model_config.is_encoder else "paged"
         return BACKENDS.load(self._config.attention or default)(build.ops, self.store)
 
-    def drop_model(self, keeps_weights: bool = False) -> None:
-        """Free the model, or only the graphs that run it; no rows can run until `take_model`."""
+    def drop_model(self, keeps_weights: bool = False, drops_draft: bool = False) -> None:
+        """Free the model, or only the graphs that run it; no rows can run until `take_model`.
+
+        Args:
+            drops_draft: free the graphs that run the draft model as well.
+        """
         self.platform.synchronize()
+        if drops_draft and self._draft_runner is not None:
+            self._draft_runner.close()
         self._opened = self._pooler = None
         if not keeps_weights:
             self.model = None

@@ -201,6 +201,8 @@ class LoadedWeights:
         may_release: --enable-memory-saver was set.
         keeps_backup: released weights of a device stay in host memory.
         offload: which weights stay in host memory.
+        draft: the draft model whose weights are released too, and stay in host memory; None = they
+            stay on the device.
     """
 
     def __init__(
@@ -212,7 +214,10 @@ class LoadedWeights:
         may_release: bool = False,
         offload: Offload | None = None,
         keeps_backup: bool = False,
+        draft: Model | None = None,
     ) -> None:
+        self._draft = draft
+        self._draft_backup: WeightsBackup | None = None
         self._offload = offload
         self._keeps_backup = keeps_backup
         self._backup: WeightsBackup | None = None
@@ -245,6 +250,7 @@ class LoadedWeights:
                 return RankReply("The weights can be taken.")
             self._released = [tag for tag in self._released if tag != WEIGHTS]
             self._backup = None
+            self._restore_draft()
             self._runner.take_model(loaded.pop(), self._can_run)
             self._config, self._model_config = config, model_config
             self._loaded_files = files
@@ -278,10 +284,15 @@ class LoadedWeights:
             # On a device, graphs have the addresses of weights and pages: they end with both.
             if WEIGHTS in tags or not self._is_host:
                 keeps_weights = WEIGHTS not in (*tags, *self._released)
-                self._runner.drop_model(keeps_weights or self._keeps_backup)
+                drops_draft = WEIGHTS in tags and self._draft is not None
+                self._runner.drop_model(keeps_weights or self._keeps_backup, drops_draft)
             if WEIGHTS in tags and self._keeps_backup and self._runner.model is not None:
                 self._backup = WeightsBackup(self._runner.model)
                 log.info("weights_backup_bytes=%d are in host memory", self._backup.size_bytes)
+            if WEIGHTS in tags and self._draft is not None and not self._is_host:
+                self._draft_backup = WeightsBackup(self._draft)
+                size_bytes = self._draft_backup.size_bytes
+                log.info("draft_weights_backup_bytes=%d are in host memory", size_bytes)
             if KV_CACHE in tags:
                 self._runner.store.release()
             self._released += tags
@@ -312,6 +323,8 @@ class LoadedWeights:
             if WEIGHTS in tags and self._backup is not None:
                 self._backup.restore()
                 self._backup = None
+            if WEIGHTS in tags:
+                self._restore_draft()
             model = loaded.pop() if loaded else self._runner.model
             if model is not None and (WEIGHTS in tags or tags and not self._is_host):
                 self._runner.take_model(model, self._can_run)
@@ -337,6 +350,11 @@ class LoadedWeights:
         tensors = tensors_of(self._model_config, not config.disable_mmap, transforms)
         body = msgspec.json.encode(rows_of(tensors, op.name, op.rows, _MOST_NUMBERS))
         return lambda: RankReply("", body)
+
+    def _restore_draft(self) -> None:
+        if self._draft_backup is not None:
+            self._draft_backup.restore()
+            self._draft_backup = None
 
     @property
     def _is_host(self) -> bool:
@@ -430,7 +448,8 @@ class WeightsBackup:
     are, without content, until `restore`."""
 
     def __init__(self, model: Model) -> None:
-        by_address = {t.untyped_storage().data_ptr(): t for t in _device_tensors(model) if t.nbytes}
+        tensors = (t for t in _device_tensors(model) if t.untyped_storage().nbytes())
+        by_address = {t.untyped_storage().data_ptr(): t for t in tensors}
         self._kept = [(tensor, _bytes_of(tensor).cpu()) for tensor in by_address.values()]
         for tensor, _ in self._kept:
             tensor.untyped_storage().resize_(0)

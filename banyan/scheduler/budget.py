@@ -98,6 +98,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
         content: features of prompts that are given by content.
         attention_ratio: work of attending to one position, relative to the rest of a token's work;
             later chunks of a prompt shrink, so that all take the same time. 0 = they do not.
+        polling_interval: steps after which a decode server looks for prompts that have been found.
     """
 
     max_running: int
@@ -124,6 +125,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
     micro_batch: int = 0
     content: ContentLimits = ContentLimits()
     attention_ratio: float = 0.0
+    polling_interval: int = 1
 
     def chunk_at(self, start: int) -> int:
         """Tokens of a prompt's chunk that begins at position `start`.

@@ -76,7 +76,9 @@ class Scheduler:
         self.flights: dict[StepId, list[Flight]] = {}
         """Rows in flight, by step."""
         self.store_fetcher = StoreFetcher(cache)
-        self.disaggregation = disaggregation_side(role, cache, limits.chunk_tokens)
+        self.disaggregation = disaggregation_side(
+            role, cache, limits.chunk_tokens, limits.polling_interval
+        )
         self.request_table.on_end = self._on_end
         self.speculation: Speculation | None = None
         if limits.drafts:

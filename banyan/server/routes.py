@@ -37,7 +37,6 @@ _POST = ("POST",)
 _BOTH = ("GET", "POST")
 _PUT = ("POST", "PUT")
 
-_WEIGHTS = "Weights are taken from files only; POST /update_weights_from_disk names where."
 _PICKLED = (
     "Tensors come here as pickled objects, which may run anything and are never opened: write a "
     "checkpoint of safetensors, for speed in /dev/shm, and POST /update_weights_from_disk."
@@ -81,10 +80,6 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/begin_weight_update": (_POST, _ONE_BY_ONE),
     "/end_weight_update": (_POST, _ONE_BY_ONE),
     "/weights_checker": (_BOTH, _CHECKSUMS),
-    "/init_weights_send_group_for_remote_instance": (_POST, _WEIGHTS),
-    "/send_weights_to_remote_instance": (_POST, _WEIGHTS),
-    "/remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
-    "/get_remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
     "/slow_down": (_BOTH, _SETTINGS),
     "/pd_role_switch": (_POST, _PEERS),
     "/load_lora_adapter_from_tensors": (_POST, _ADAPTERS),
@@ -436,6 +431,35 @@ def _weight_routes() -> list[Route]:
             auth.ADMIN,
             about="Load other weights from disk",
             body=Body(weights.WeightsRequest),
+        ),
+        Route(
+            "/init_weights_send_group_for_remote_instance",
+            _POST,
+            weights.init_weights_send_group,
+            auth.ADMIN,
+            about="Open ports where a new server takes the weights",
+            body=Body(weights.SendGroupRequest),
+        ),
+        Route(
+            "/send_weights_to_remote_instance",
+            _POST,
+            weights.send_weights,
+            auth.ADMIN,
+            about="Send the weights to a new server",
+            body=Body(weights.SendWeightsRequest),
+        ),
+        *(
+            Route(
+                path,
+                _GET,
+                weights.transfer_engine_info,
+                auth.ADMIN,
+                about="Where a new server takes the weights",
+            )
+            for path in (
+                "/remote_instance_transfer_engine_info",
+                "/get_remote_instance_transfer_engine_info",
+            )
         ),
         Route(
             "/get_weights_by_name",

@@ -26,6 +26,7 @@ from banyan.engine_client.client import Replicas
 from banyan.engine_client.data_parallel import LoadHistory
 from banyan.engine_client.metrics_observer import MetricsExporter, MetricsObserver, report_refused
 from banyan.engine_client.request_log import EndedRequests, Recent
+from banyan.hub.remote_instance import SeedFiles, WeightSender
 from banyan.media.preparation import MediaService
 from banyan.messages.events import Ready
 from banyan.model_config.model_config import ModelConfig
@@ -232,6 +233,10 @@ class ServerState:
     responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: MetricsExporter | None = None
     """None without --enable-metrics."""
+    seed_files: SeedFiles = field(default_factory=SeedFiles)
+    """The files of the loaded weights, for new servers."""
+    weight_senders: dict[str, WeightSender] = field(default_factory=dict[str, WeightSender])
+    """By group, until they have sent; ENGINE is the one that stays."""
     labels: "Callable[[RequestContext], AbstractContextManager[None]] | None" = None
     """Sets the metric labels that a request brings; None = there are none."""
     recent: Recent | None = None

@@ -35,14 +35,15 @@ class EncodeProcesses:
     """A pool of worker processes. A worker that dies is replaced; the task it had fails.
 
     Args:
-        path: the tokenizer, as for load_tokenizer.
+        path, is_slow: the tokenizer, as for load_tokenizer.
 
     Raises:
         ModelError: the workers cannot load it.
     """
 
-    def __init__(self, path: str, number: int) -> None:
+    def __init__(self, path: str, number: int, is_slow: bool = False) -> None:
         self._path = path
+        self._is_slow = is_slow
         self._idle: LifoQueue[WorkerProcess] = LifoQueue()
         self._children: list[WorkerProcess] = []
         self._is_closed = False
@@ -91,7 +92,8 @@ class EncodeProcesses:
         return self._start()
 
     def _start(self) -> WorkerProcess:
-        child = WorkerProcess(_MODULE, self._path, max_answer_bytes=_MAX_ANSWER_BYTES)
+        arguments = (self._path, *(["slow"] if self._is_slow else []))
+        child = WorkerProcess(_MODULE, *arguments, max_answer_bytes=_MAX_ANSWER_BYTES)
         self._children.append(child)
         return child
 

@@ -47,7 +47,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tasks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    encoder = load_tokenizer(sys.argv[1]).encoder
+    encoder = load_tokenizer(sys.argv[1], is_slow=len(sys.argv) > 2).encoder
     give_back()  # loading a vocabulary needs several times the memory that it keeps
     while len(head := tasks.read(TASK.size)) == TASK.size:
         length, time_s = TASK.unpack(head)

@@ -26,14 +26,17 @@ MAX_CONFIG_BYTES = 16 << 20
 """Size of each of the other JSON or template files."""
 
 
-def load_folder_tokenizer(path: str) -> Tokenizer:
+def load_folder_tokenizer(path: str, is_slow: bool = False) -> Tokenizer:
     """Load the tokenizer of a model folder.
+
+    Args:
+        is_slow: read the older vocabulary file even if there is a tokenizer.json.
 
     Raises:
         ModelError: missing, too large or unreadable.
     """
     config = _read_json(os.path.join(path, "tokenizer_config.json"))
-    vocabulary = build_backend(path, lambda: _vocabulary(path, config))
+    vocabulary = build_backend(path, lambda: _vocabulary(path, config, is_slow))
     backend = vocabulary.backend
     _add_missing(backend, config, path)
     own = _named_tokens(config, _read_json(os.path.join(path, "special_tokens_map.json")))
@@ -53,15 +56,21 @@ def load_folder_tokenizer(path: str) -> Tokenizer:
     return Tokenizer(backend, facts)
 
 
-def _vocabulary(path: str, config: Mapping[str, object]) -> FolderVocabulary:
+def _vocabulary(path: str, config: Mapping[str, object], is_slow: bool) -> FolderVocabulary:
     """Raises:
     ModelError: there is none.
     """
     file = os.path.join(path, "tokenizer.json")
-    if os.path.exists(file):
+    if os.path.exists(file) and not is_slow:
         text = _read_text(file, MAX_TOKENIZER_BYTES)
         return FolderVocabulary(tokenizers.Tokenizer.from_str(text))
     found = read_vocabulary(path, config)
+    if found is None and is_slow:
+        raise ModelError(
+            f"--tokenizer-mode slow: {printable(path)!r} has no tokenizer.model, tiktoken.model, "
+            "tekken.json, or vocab.json with merges.txt",
+            "leave it out; tokenizer.json is read then",
+        )
     if found is None:
         raise ModelError(
             f"{printable(path)!r} has no tokenizer.json, tokenizer.model, tiktoken.model, "

@@ -9,12 +9,11 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.cli.main import VERBS, main
-from banyan.cli.router import LB
+from banyan.cli.router import LB, read_flags
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.config.flags.flag import Absent
 from banyan.config.flags.table import known_flags
-from banyan.router.args import read_flags
 from tests.support.documented_lines import FLAG_FILE, LINES, STARTS
 
 REFUSED = (("--model-path M --kv-cache-dtype fp4_e2m1", ("--kv-cache-dtype", "fp4_e2m1")),)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import socket
 import struct
 import threading
@@ -44,18 +43,14 @@ class Engines:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
-    """No engine starts, no variable of the caller counts, and logging is left as it was."""
+    """No engine starts, and no variable of the caller counts."""
     stand_in = Engines()
     monkeypatch.setattr(
         "banyan.server.processes.waiting_engines",
         lambda count, secret="": contextlib.nullcontext(stand_in.start),
     )
-    root = logging.getLogger("banyan")
-    handlers, level, propagate = root.handlers[:], root.level, root.propagate
     yield stand_in
     stand_in.stop()
-    root.handlers[:], root.propagate = handlers, propagate
-    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.cli.main import VERBS, main
 from banyan.cli.plan import LIBRARY_BYTES, AvailableMemory, cache_bytes_of, fit
 from banyan.config.cli import parse
+from banyan.config.devices import DeviceFacts
 from banyan.config.env import Environment
 from banyan.config.prepare import prepare
 from banyan.engine.model_loader import Phases, agree_on_memory, open_model, plan_the_memory
@@ -96,7 +97,7 @@ def test_the_weights_are_those_of_the_files(folder: Path) -> None:
 
 
 def test_weights_of_a_quantised_folder_are_those_that_are_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fp8 stays in 8 bits with a scale per 32 where the CPU's kernels multiply with it: they
     compute in fp32. Else it becomes BF16; --quantization rounds it again."""
@@ -112,6 +113,10 @@ def test_weights_of_a_quantised_folder_are_those_that_are_kept(
     rest = 2 * 99 * 128 * 4 / 2**20
     assert weights() == pytest.approx(count * 36 / 32 + rest, abs=0.1)
     assert weights("--dtype", "bfloat16") == pytest.approx(count * 2 + rest, abs=0.1)
+    facts = DeviceFacts(keeps_fp8=True)
+    monkeypatch.setattr("banyan.cli.plan.facts_of", lambda config: facts)
+    assert weights("--dtype", "bfloat16") == pytest.approx(count * 36 / 32 + rest, abs=0.1)
+    monkeypatch.undo()
     assert weights("--quantization", "q4_0") == pytest.approx(count * 18 / 32 + rest, abs=0.1)
 
 

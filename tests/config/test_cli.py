@@ -272,7 +272,7 @@ def test_scalars_of_a_file_may_be_texts(tmp_path: Path) -> None:
     [
         "enable-pdmux: false",
         "encoder-urls: []",
-        "disaggregation-decode-tp: 1",
+        "decode-context-parallel-size: 1",
     ],
 )
 def test_a_file_may_hold_the_default_of_what_is_absent(line: str, tmp_path: Path) -> None:

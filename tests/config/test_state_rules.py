@@ -56,7 +56,11 @@ def test_what_states_do_not_go_with_is_refused_by_name(line: str, named: str) ->
 
 
 @pytest.mark.parametrize(
-    "line", ["--max-mamba-cache-size 8", "--mamba-full-memory-ratio 2", "--mamba-track-interval 64"]
+    "line",
+    [
+        *("--max-mamba-cache-size 8", "--mamba-full-memory-ratio 2", "--mamba-track-interval 64"),
+        *("--mamba-ssm-dtype bfloat16", "--mamba-scheduler-strategy no_buffer"),
+    ],
 )
 def test_a_flag_about_states_is_idle_without_them(line: str, caplog) -> None:
     for model_config, reported in ((PLAIN, [f"{line.split()[0]} has no effect"]), (HYBRID, [])):
@@ -69,7 +73,7 @@ def test_a_flag_about_states_is_idle_without_them(line: str, caplog) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "--mamba-ssm-dtype bfloat16",
+        "--mamba-ssm-dtype float16",
         "--mamba-radix-cache-strategy extra_buffer_lazy",
     ],
 )

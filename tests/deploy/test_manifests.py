@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from banyan.cli.main import VERBS
+from banyan.cli.router import read_flags
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.router.args import read_flags
 from banyan.router.config import RouterConfig
 from banyan.router.routes import all_routes as router_routes
 from banyan.server.http import auth

@@ -97,6 +97,8 @@ def test_a_page_that_was_not_given_is_a_failed_copy(sides) -> None:
         ({"secret": ""}, {}, 503, "the same secret"),
         ({"facts": {"number type": "32"}}, {}, 503, "number type differs: 32 there, 16 here"),
         ({"facts": {**FACTS, "draft": "x"}}, {}, 503, "draft differs: x there, nothing here"),
+        ({"peer_layout": {"--tp": 4}}, {"layout": {"--tp": 2}}, 503, "--tp 2, and 4 was announced"),
+        ({"layout": {"--pp": 2}}, {"peer_layout": {"--pp": 1}}, 503, "--pp 2, and 1 was announced"),
     ],
 )
 def test_servers_that_do_not_belong_together_share_nothing(

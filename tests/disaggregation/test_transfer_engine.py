@@ -15,9 +15,8 @@ from banyan.ascend.kv_transfer import Ascend
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.disaggregation import decode_side as taking
 from banyan.disaggregation import rules, wire
+from banyan.disaggregation.backends import Mooncake, Nixl
 from banyan.disaggregation.decode_side import DecodeSide
-from banyan.disaggregation.mooncake import Mooncake
-from banyan.disaggregation.nixl import Nixl
 from banyan.disaggregation.prefill_side import PrefillSide
 from banyan.disaggregation.transfer import TransferOptions
 from banyan.disaggregation.transfer_engine import BATCH, Fabric, HostMemory, Landing, code_of

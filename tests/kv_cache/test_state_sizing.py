@@ -56,6 +56,16 @@ def test_no_more_states_are_held_than_requests_and_checkpoints_can_have() -> Non
     assert shares(plan(*words, groups=(small, PAGES))) == (3 + 8192 // 256, 512)
 
 
+def test_no_states_are_held_for_checkpoints_where_none_are_wanted() -> None:
+    small = GroupBytes(STATE, 100)
+    words = ("--max-total-tokens", "8192", "--max-running-requests", "3")
+    held = [
+        shares(plan(*words, "--mamba-scheduler-strategy", strategy, groups=(small, PAGES)))[0]
+        for strategy in ("no_buffer", "extra_buffer")
+    ]
+    assert held == [3, 3 + 8192 // 256]
+
+
 def test_one_request_and_one_checkpoint_always_have_a_state() -> None:
     laid = plan("--max-total-tokens", "64", groups=(STATES, PAGES))
     assert shares(laid) == (2, 4)

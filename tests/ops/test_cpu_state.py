@@ -120,6 +120,31 @@ def test_a_selective_scan_equals_the_reference_wherever_it_is_cut(states, key_di
     assert torch.equal(cut, kept)
 
 
+@pytest.mark.parametrize("kind", ["scan", "delta", "selective"])
+def test_states_in_bf16_are_those_in_fp32_rounded_after_the_step(states, kind):
+    """Bit for bit, in rows that go on, in rollback checkpoints, and in the reference too."""
+    shape = (5, 19) if kind == "selective" else (6, 5, 19)
+    rate, skip = random(5, 19, seed=5).exp(), random(19, seed=6)
+    if kind == "selective":
+        q, k = (apart(random(TOKENS, 5, seed=s)) for s in (1, 2))
+        v, step = (apart(random(TOKENS, 19, seed=s)) for s in (3, 4))
+        inputs = (q, k, v, step.exp())
+    else:
+        inputs = scan_inputs(6, 2, 5, 19)
+    rows = with_rollback_checkpoints(rows_of(*MIXED), (7, 2), (0, 0), (0, 0), (0, 0), (0, 0))
+
+    def run(of, kept):
+        if kind == "selective":
+            return of.selective_scan(*inputs, rate, skip, kept, rows)
+        return of.scan(*inputs, None, kind == "delta", kept, rows)
+
+    for of in (states, reference):
+        half = random(PAGES, *shape, seed=7).bfloat16()
+        whole = half.float()
+        assert torch.equal(run(of, half), run(of, whole))
+        assert torch.equal(half, whole.bfloat16())
+
+
 @pytest.mark.parametrize("has_delta", [False, True])
 def test_where_a_row_is_cut_changes_no_bit(states, has_delta):
     inputs, kept = scan_inputs(4, 2, 12, 20, tokens=40), torch.zeros(PAGES, 4, 12, 20)

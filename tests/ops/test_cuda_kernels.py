@@ -187,6 +187,10 @@ def test_row_wise_ops_are_those_of_the_reference(dtype, width):
     want = reference.rotary(heads, heads[:, :1], angles.cos(), angles.sin())
     for one, other in zip(got, want, strict=True):
         close(one, other, dtype)
+    asked = (heads, heads[:, :1], weight[:32], weight[32:64], 1e-5, angles.cos(), angles.sin())
+    got, want = triton_rows.norm_rotary.run(*asked), reference.norm_rotary(*asked)
+    for one, other in zip(got, want, strict=True):
+        close(one, other, dtype)
 
 
 @pytest.mark.parametrize("kind", FLOAT8, ids=str)

@@ -169,11 +169,11 @@ def test_from_some_rows_on_weights_are_rounded_to_the_activations_type(type, mon
     assert shape.rounds == (dtype != torch.float16 or packed.units is None)
     x = torch.eye(256, dtype=dtype, device=DEVICE)[::4]
     got = pack_linear(weight, dtype)(x)
-    assert got.shape == (64, 70)
     close(got, weight.dense[:, ::4].double().T, dtype)
     shape = products.Shape(64, 128, 1, is_turned=True, rounds=True)
     if packed.units is None:
         plain = products.unpacked(packed, dtype)[:, ::4].T
+        assert type != "Q4_0" or torch.equal(got, plain)
         assert torch.equal(products.product(x, packed, None, shape), plain)
 
 

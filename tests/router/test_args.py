@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from banyan.base.errors import ConfigError
+from banyan.cli.router import help_text, read_flags
 from banyan.config.flags.flag import COMMAS, FLOAT, FLOATS, INT, SWITCH, WORDS, Flag
-from banyan.router.args import help_text, read_flags
 from banyan.router.config import RouterConfig, WorkerSpec
 from banyan.router.flags import GROUPS, IDLE, REFUSED
 from tests.support.cases import check_each

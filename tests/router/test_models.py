@@ -10,10 +10,10 @@ import pytest
 
 from banyan.base.child_process import Child
 from banyan.base.errors import ConfigError, DeviceError
+from banyan.cli.router import read_flags
 from banyan.cli.serve import several_models
 from banyan.config.env import Environment
 from banyan.router import models as module
-from banyan.router.args import read_flags
 from banyan.router.config import ModelsConfig, PoolConfig, RouterConfig, WorkerSpec
 from banyan.router.models import ModelServers, NamedModel, State
 from tests.router.fakes import (

@@ -2,6 +2,7 @@ from array import array
 
 import pytest
 
+from banyan.messages.disaggregation import ReceiveTransfer, TransferFound
 from banyan.messages.events import Finished
 from banyan.messages.requests import Abort, Generate, RetractAll, StopAt
 from banyan.messages.sampling_params import SamplingParams
@@ -415,3 +416,26 @@ def test_later_chunks_take_as_long_as_the_first():
 )
 def test_chunks_shrink_on_demand_with_stages_alone(flags, shrinks):
     assert (asked(*flags).limits.attention_ratio > 0) == shrinks
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_a_decode_server_looks_for_prompts_after_so_many_steps(interval):
+    """While others run; the pages of a prompt that was found are fetched then."""
+    flags = ("--disaggregation-mode", "decode", "--disaggregation-decode-polling-interval")
+    driver = Driver(spec=asked(*flags, str(interval)))
+    driver.submit("running", [1, 2, 3], new=40)
+    driver.step()
+    generate = Generate(
+        request="sent",
+        tokens=array("i", range(40)).tobytes(),
+        sampling=SamplingParams(max_new_tokens=3),
+        transfer_id=bytes(16),
+        prefill_address="127.0.0.1:1",
+    )
+    driver.receive(generate)
+    driver.receive(TransferFound(bytes(16), 32))
+    ops, steps = driver.core.scheduler.disaggregation.ops, 0
+    while not any(isinstance(op, ReceiveTransfer) for op in ops):
+        driver.step()
+        steps += 1
+    assert steps == {1: 1, 4: 3}[interval]  # a step came before

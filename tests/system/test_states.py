@@ -37,6 +37,7 @@ class Served:
         self.folder = str(folder)
         self.is_one_of_few = variant in FEW
         self.keeps_tokens = variant != "mamba2"
+        self.has_matrices = variant != "lfm2"
         sizes = {"max_position_embeddings": CONTEXT, "eos_token_id": None}
         self._reference = tiny(variant, folder, **sizes)
         self._known: dict[tuple[int, ...], list[int]] = {}
@@ -144,3 +145,21 @@ def test_a_checkpoint_every_so_many_tokens_serves_shorter_prefixes(one_of_few: S
             answer = engine.generate(input_ids=PROMPTS[0], sampling_params=asked())
             assert answer["meta_info"]["cached_tokens"] == cached
             check(one_of_few, PROMPTS[:1], [answer["output_ids"]])
+
+
+def test_states_of_half_the_size_answer_nearly_alike(one_of_few: Served) -> None:
+    """The memory of matrices is half as large; tokens follow the model's choices closely."""
+    found, sizes = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        with one_of_few.open(mamba_ssm_dtype=dtype, max_mamba_cache_size=8) as engine:
+            params = asked() | {"ignore_eos": True}
+            answer = engine.generate(
+                input_ids=PROMPTS[0], sampling_params=params, return_logprob=True
+            )
+            found[dtype] = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+            sizes[dtype] = engine.get_server_info()["facts"]["memory"]["cache_bytes"]
+    first = [found[dtype][0] for dtype in found]
+    assert first[0] == pytest.approx(first[1], abs=0.05)
+    is_matrix = one_of_few.has_matrices
+    assert (sizes["bfloat16"] < sizes["float32"]) == is_matrix
+    assert (found["bfloat16"] != found["float32"]) == is_matrix

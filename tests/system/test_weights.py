@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import socket
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ from banyan.sim.replay import check
 from tests.support.crowd import asking
 from tests.support.pauses import Asking, go_on, pause, wait_running
 from tests.system.checkpoint import write_tiny_model
-from tests.system.serving import launch, serving, settled, wait_until
+from tests.system.serving import free_port, launch, run_to_end, serving, settled, wait_until
 
 PROMPT = "The banyan grows new roots and shares them, page by page. " * 4
 PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
@@ -273,3 +274,37 @@ def reason(server):
     with contextlib.suppress(httpx.TransportError):
         return server.http.get("/readyz").text
     return ""
+
+
+@pytest.mark.parametrize("backend", ["nccl", "transfer_engine"])
+def test_a_new_server_takes_its_weights_from_a_running_one(tmp_path, folders, expected, backend):
+    """In its folder are no weights; ports are opened once, for whom the seed has named them."""
+    bare, newer = tmp_path / "bare", shutil.copytree(folders[1], tmp_path / "newer")
+    shutil.copytree(newer, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    name = "--remote-instance-weight-loader-"
+    sends = [f"{name}start-seed-via-transfer-engine"] if backend == "transfer_engine" else []
+    flags = ("--threads", "1", "--max-total-tokens", "16384")
+    model = ("--model-path", str(folders[0]), "--weight-version", "7")
+    with serving(tmp_path / "seed.log", *model, *flags, *sends) as seed:
+        assert update(seed, newer).status_code == 200
+        ports = [str(free_port()) for _ in range(3)]
+        taken = [
+            *("--model-path", str(bare), "--load-format", "remote_instance"),
+            *(f"{name}seed-instance-ip", "127.0.0.1", f"{name}backend", backend),
+            *(f"{name}seed-instance-service-port", str(seed.http.base_url.port)),
+            *((f"{name}send-weights-group-ports", *ports) if backend == "nccl" else ()),
+        ]
+        with serving(tmp_path / "log", *taken, *flags) as server:
+            found = server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"]
+            assert found == expected
+        lines = (tmp_path / "log").read_text()
+        count = 3 if backend == "nccl" else 4
+        assert f"files=1 connections={count} came from" in lines and "version 7" in lines
+        for port in ports:
+            with pytest.raises(OSError), socket.create_connection(("127.0.0.1", int(port))):
+                pass
+        assert seed.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"] == expected
+        (weights,) = newer.glob("*.safetensors")
+        weights.write_bytes(weights.read_bytes())  # at another time, so perhaps another content
+        code, text, _ = run_to_end(tmp_path / "refused", *taken, *flags, timeout_s=60)
+    assert code == 2 and "are not those that the weights were read from" in text

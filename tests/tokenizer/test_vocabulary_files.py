@@ -8,11 +8,15 @@ import struct
 
 import pytest
 import regex
+import tokenizers
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
 from banyan.base.errors import ModelError
+from banyan.config.schema import ServerConfig
+from banyan.tokenizer.encode import EncodeKind
 from banyan.tokenizer.folder_tokenizer import load_folder_tokenizer
 from banyan.tokenizer.gguf_tokenizer import SPLITS
+from banyan.tokenizer.load import load_tokenizer, open_tokenizer
 from banyan.tokenizer.vocabulary_files import _RANK_PATTERNS, _shown
 
 _SCRIPTS = (
@@ -134,6 +138,29 @@ def test_a_list_of_ranks_merges_the_lowest_rank_first(file, name, tmp_path):
     tokenizer = load_folder_tokenizer(str(tmp_path))
     assert tokenizer.token_to_id("[BOS]") == len(tokens)
     assert [tokenizer.decode(ids) for ids in _encoded(tmp_path, TEXTS)] == TEXTS
+
+
+def test_the_older_file_is_read_where_that_is_asked(tmp_path):
+    """By the tokenizer of requests and by its worker processes; a folder without one is refused."""
+    whole = tokenizers.Tokenizer(tokenizers.models.WordLevel({"h": 0, "[UNK]": 1}, "[UNK]"))
+    whole.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    whole.save(str(tmp_path / "tokenizer.json"))
+    server = ServerConfig(tokenizer_mode="slow", tokenizer_workers=2)
+    with pytest.raises(ModelError, match="--tokenizer-mode slow: .* has no tokenizer.model"):
+        load_tokenizer(str(tmp_path), is_slow=True)
+    pattern = _RANK_PATTERNS["TikTokenTokenizer"]
+    tokens = _trained(f"(?V1){pattern}", 150)
+    lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
+    _write(tmp_path, "tiktoken.model", b"\n".join(lines))
+    _write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "TikTokenTokenizer"})
+    expected = _by_rank(TEXTS[0], tokens, f"(?V1){pattern}")
+    assert load_tokenizer(str(tmp_path)).encode(TEXTS[0], False) != expected
+    assert load_tokenizer(str(tmp_path), is_slow=True).encode(TEXTS[0], False) == expected
+    tokenizer = open_tokenizer(str(tmp_path), server)
+    try:
+        assert tokenizer.encoder.ids([TEXTS[0]], EncodeKind.PLAIN) == [expected]
+    finally:
+        tokenizer.encoder.close()
 
 
 def test_tekken_counts_its_special_tokens_first(tmp_path):

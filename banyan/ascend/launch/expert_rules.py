@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from banyan.ascend.launch.facts import Launch, LaunchModel
-from banyan.ascend.launch.findings import Breach, breach
+from banyan.ascend.launch.facts import Breach, Launch, LaunchModel, breach
 
 FUSED = "SGLANG_NPU_FUSED_MOE_MODE"
 DISPATCH = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"

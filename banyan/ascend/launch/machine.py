@@ -20,8 +20,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from banyan.ascend.launch.facts import SOCS, Soc
-from banyan.ascend.launch.findings import Breach, Finding, breach, finding_of
+from banyan.ascend.launch.facts import SOCS, Breach, Finding, Soc, breach, finding_of
 from banyan.base.errors import ConfigError
 from banyan.base.os import num_cores
 from banyan.config.env import read_environment

@@ -7,8 +7,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from banyan.ascend.launch.facts import Launch, LaunchModel, Soc, arguments_of_words, known_model
-from banyan.ascend.launch.findings import Finding
+from banyan.ascend.launch.facts import (
+    Finding,
+    Launch,
+    LaunchModel,
+    Soc,
+    arguments_of_words,
+    known_model,
+)
 from banyan.ascend.launch.rules import INTERFACES, STORE, check
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from banyan.ascend.launch.expert_rules import EXPERT_RULES
-from banyan.ascend.launch.facts import Launch
-from banyan.ascend.launch.findings import Breach, Finding, breach, finding_of
+from banyan.ascend.launch.facts import Breach, Finding, Launch, breach, finding_of
 from banyan.config.flags.outcome import REFUSED, outcome_of
 from banyan.config.flags.table import find
 

@@ -141,6 +141,38 @@ FLAGS = (
         "::test_the_interval_decides_where_a_prefix_can_be_taken_up",
     ),
     Flag(
+        "mamba-ssm-dtype",
+        "cache.state_dtype",
+        "data type of states between steps; bfloat16 halves their memory, and answers then depend "
+        "a little on how a prompt is chunked",
+        choices=("float32", "bfloat16"),
+        elsewhere=(
+            Elsewhere(
+                "float16",
+                "states outgrow its range",
+                "use bfloat16, which takes as little",
+            ),
+        ),
+        proof="tests/system/test_states.py::test_states_of_half_the_size_answer_nearly_alike",
+    ),
+    Flag(
+        "mamba-scheduler-strategy",
+        "cache.state_strategy",
+        "no_buffer = one state for each running request, so prefixes are shared while some "
+        "are spare; auto, extra_buffer = more states for checkpoints",
+        aliases=("mamba-radix-cache-strategy",),
+        choices=("auto", "no_buffer", "extra_buffer"),
+        elsewhere=(
+            Elsewhere(
+                "extra_buffer_lazy",
+                "states for checkpoints are allocated at the start",
+                "use extra_buffer",
+            ),
+        ),
+        proof="tests/kv_cache/test_state_sizing.py"
+        "::test_no_states_are_held_for_checkpoints_where_none_are_wanted",
+    ),
+    Flag(
         "enable-hierarchical-cache",
         "cache.hierarchical",
         "keep evicted KV cache pages in host memory; --hicache-storage-backend adds storage that "
@@ -227,6 +259,49 @@ FLAGS = (
     ),
 )
 DISAGGREGATION_FLAGS = (
+    Flag(
+        "disaggregation-decode-tp",
+        "handoff.decode_tp",
+        "with --disaggregation-mode prefill: --tensor-parallel-size of its decode servers, others "
+        "are refused; default: any, each server divides pages among its own ranks",
+        kind=INT,
+        low=1,
+        high=4096,
+        proof="tests/disaggregation/test_transfer.py"
+        "::test_servers_that_do_not_belong_together_share_nothing",
+    ),
+    Flag(
+        "disaggregation-decode-dp",
+        "handoff.decode_dp",
+        "the same for --data-parallel-size",
+        kind=INT,
+        low=1,
+        high=4096,
+        proof="tests/disaggregation/test_transfer.py"
+        "::test_servers_that_do_not_belong_together_share_nothing",
+    ),
+    Flag(
+        "disaggregation-prefill-pp",
+        "handoff.prefill_pp",
+        "with --disaggregation-mode decode: --pipeline-parallel-size of its prefill servers; "
+        "others are refused; default: any",
+        kind=INT,
+        low=1,
+        high=4096,
+        proof="tests/disaggregation/test_transfer.py"
+        "::test_servers_that_do_not_belong_together_share_nothing",
+    ),
+    Flag(
+        "disaggregation-decode-polling-interval",
+        "handoff.polling_interval",
+        "with --disaggregation-mode decode: steps after which it looks for prompts that have "
+        "arrived, while others run",
+        kind=INT,
+        low=1,
+        high=4096,
+        proof="tests/scheduler/test_scheduler.py"
+        "::test_a_decode_server_looks_for_prompts_after_so_many_steps",
+    ),
     Flag(
         "disaggregation-mode",
         "handoff.mode",

@@ -173,6 +173,15 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_kept_weights_are_resumed_without_their_files",
     ),
     Flag(
+        "enable-draft-weights-cpu-backup",
+        "device.draft_backup",
+        "with --enable-memory-saver and a draft model: its weights are released too, and stay in "
+        "host memory meanwhile",
+        kind=SWITCH,
+        proof="tests/ascend/emulation/test_memory_saver.py"
+        "::test_weights_of_a_draft_model_are_released_and_come_back",
+    ),
+    Flag(
         "threads",
         "parallel.threads",
         "CPU threads per rank; default: usable cores divided by the number of ranks",
@@ -255,7 +264,8 @@ FLAGS = (
     Flag(
         "disable-custom-all-reduce",
         "parallel.avoids_own_collectives",
-        "ranks exchange numbers through gloo (CPU) or NCCL (CUDA) instead of shared memory; slower",
+        "ranks exchange numbers through gloo (CPU) or NCCL (CUDA) instead of shared memory; "
+        "slower; on NPUs sums are HCCL's all-reduce, whose bits depend on the size of a step",
         kind=SWITCH,
         proof="tests/parallel/test_groups.py::test_our_own_collectives_can_be_left_out",
     ),

@@ -10,6 +10,8 @@ TORCHAO_NAMES = (
 )
 """Values of --torchao-config; `models/weights/torchao.py` implements them."""
 
+_SEED_PROOF = "tests/system/test_weights.py::test_a_new_server_takes_its_weights_from_a_running_one"
+
 FLAGS = (
     Flag(
         "model-path",
@@ -46,13 +48,14 @@ FLAGS = (
     Flag(
         "load-format",
         "model.load_format",
-        "format of the weights; dummy = random weights of the right shapes",
-        choices=("auto", "safetensors", "gguf", "dummy"),
+        "format of the weights; dummy = random weights of the right shapes, remote_instance = the "
+        "weights of a running server (docs/weights.md)",
+        choices=("auto", "safetensors", "gguf", "dummy", "remote_instance"),
         translate=(("layered", "auto"), ("pt", "auto")),
         elsewhere=(
             Elsewhere(
                 "npcache bitsandbytes sharded_state presharded mistral flash_rl remote "
-                "remote_instance fastsafetensors instanttensor expert_pack private runai_streamer",
+                "fastsafetensors instanttensor expert_pack private runai_streamer",
                 "weights are read from safetensors, GGUF and torch files",
                 "convert them to safetensors, or use a GGUF file",
             ),
@@ -154,6 +157,49 @@ FLAGS = (
         "many (8)",
         kind=JSON,
         proof="tests/config/test_loader_options.py::test_threads_read_the_weights_of_a_start",
+    ),
+    Flag(
+        "remote-instance-weight-loader-seed-instance-ip",
+        "model.seed_host",
+        "with --load-format remote_instance: host of the running server that sends its weights",
+        proof=_SEED_PROOF,
+    ),
+    Flag(
+        "remote-instance-weight-loader-seed-instance-service-port",
+        "model.seed_port",
+        "its port",
+        kind=INT,
+        low=1,
+        high=65535,
+        proof=_SEED_PROOF,
+    ),
+    Flag(
+        "remote-instance-weight-loader-send-weights-group-ports",
+        "model.seed_ports",
+        "ports where it sends them, one connection each; with the backend nccl",
+        kind=WORDS,
+        shown="N …",
+        proof=_SEED_PROOF,
+    ),
+    Flag(
+        "remote-instance-weight-loader-backend",
+        "model.seed_backend",
+        "nccl = it sends them at the ports that this server names, transfer_engine = at its own "
+        "port; both are plain connections",
+        choices=("nccl", "transfer_engine"),
+        elsewhere=(
+            Elsewhere(
+                "modelexpress", "there is no such service here", "use nccl or transfer_engine"
+            ),
+        ),
+        proof=_SEED_PROOF,
+    ),
+    Flag(
+        "remote-instance-weight-loader-start-seed-via-transfer-engine",
+        "model.is_seed",
+        "send the weights of this server to new ones that ask with the backend transfer_engine",
+        kind=SWITCH,
+        proof=_SEED_PROOF,
     ),
     Flag(
         "decrypted-config-file",

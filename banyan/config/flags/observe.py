@@ -149,6 +149,14 @@ FLAGS = (
         proof="tests/system/test_signals.py::test_sigquit_calls_the_function_that_was_named",
     ),
     Flag(
+        "enable-metrics-for-all-schedulers",
+        "observe.metrics_of_ranks",
+        "export gauges with the labels of every tensor and pipeline rank; ranks of a replica "
+        "follow the plans of one scheduler, so their values are the same",
+        kind=SWITCH,
+        proof="tests/server/test_metrics.py::test_gauges_have_the_labels_of_every_rank_on_demand",
+    ),
+    Flag(
         "enable-metrics",
         "observe.metrics",
         "export Prometheus metrics at /metrics",

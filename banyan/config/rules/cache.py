@@ -24,6 +24,8 @@ _STATE_FLAGS = {
     "states": "--max-mamba-cache-size",
     "state_ratio": "--mamba-full-memory-ratio",
     "state_interval": "--mamba-track-interval",
+    "state_dtype": "--mamba-ssm-dtype",
+    "state_strategy": "--mamba-scheduler-strategy",
 }
 _EVICTION = "--radix-eviction-policy-config"
 _MAX_NUMBER = 1 << 31
@@ -42,6 +44,11 @@ def check_states(config: Config, model_config: ModelConfig, environment: Environ
             if getattr(cache, field) != getattr(CacheConfig(), field):
                 log.warning("%s has no effect: this model has no recurrent states", flag)
         return config
+    if cache.states and cache.state_strategy == "no_buffer":
+        line = "--mamba-scheduler-strategy no_buffer has no effect: --max-mamba-cache-size %d does"
+        log.warning(line, cache.states)
+    if cache.state_dtype != CacheConfig().state_dtype:
+        log.info("states are kept in %s: they are rounded after each step", cache.state_dtype)
     running, states = config.schedule.max_running, cache.states
     if states and running > states:
         raise ConfigError(
@@ -258,11 +265,17 @@ def _with_host_tier(config: Config, model_config: ModelConfig, tier: HostTierFac
             )
     parallel, flag = config.parallel, "--enable-hierarchical-cache"
     if config.handoff.role:
-        raise ConfigError(
-            f"{flag} is not available on {device} with --disaggregation-mode: pages go to one "
-            "place of the host's memory, here to another server",
-            hint="leave it out; --dp-size starts independent replicas, each with a tier of its own",
-        )
+        if cache.store in ("", HOST):
+            raise ConfigError(
+                f"{flag} is not available on {device} with --disaggregation-mode: memory of the "
+                "host holds pages for the other server",
+                hint="name a store, where pages go at once: --hicache-storage-backend file",
+            )
+        if cache.host_layout or cache.host_copies:
+            log.info(
+                "pages go to the store at once, in one layout: no memory of the host keeps them"
+            )
+        return replace(config, cache=replace(cache, host_layout="", host_copies=""))
     if parallel.world > 1 and not tier.serves_ranks:
         raise ConfigError(
             f"{flag} is not available on {device} with several ranks: pages are carried between "

@@ -98,7 +98,9 @@ quantization = _flag(
 )
 deterministic = _flag("enable-deterministic-inference", lambda c: c.device.is_deterministic)
 sparsity = _flag("enable-double-sparsity", lambda c: c.sparsity.is_enabled)
-memory_saver = _flag("enable-memory-saver", lambda c: c.device.memory_saver)
+saver_without_draft = _flag(
+    "enable-memory-saver", lambda c: c.device.memory_saver and not c.device.draft_backup
+)
 offload_size = _flag("cpu-offload-gb", lambda c: c.device.offload_gib)
 offload_groups = _flag("offload-group-size", lambda c: max(0, c.device.offload_group))
 lora = _flag("enable-lora", lambda c: c.lora.is_enabled or bool(c.lora.paths))
@@ -375,7 +377,12 @@ CONFLICTS = (
         "leave the model out, or use --speculative-algorithm STANDALONE",
     ),
     Conflict(relaxed, deterministic, "answers depend on the drafts", _LEAVE_ONE),
-    Conflict(draft_model, memory_saver, "draft weights are not released", _LEAVE_ONE),
+    Conflict(
+        draft_model,
+        saver_without_draft,
+        "draft weights are not read again",
+        "add --enable-draft-weights-cpu-backup, or leave one of them out",
+    ),
     # Several decode steps in one plan. While their number is open, these make it 1 instead.
     Conflict(multi_step, drafting, "drafts are verified step by step", _LEAVE_ONE),
     Conflict(multi_step, several_ranks, "ranks agree on every step", _LEAVE_ONE),

@@ -7,7 +7,7 @@ from banyan.config.devices import facts_of
 from banyan.config.env import Environment
 from banyan.config.flags.flag import SWITCH
 from banyan.config.flags.table import GROUPS
-from banyan.config.schema import Config
+from banyan.config.schema import REMOTE_INSTANCE, Config
 from banyan.hub.sources import kind_of
 from banyan.model_config.quantization import FLOAT8
 from banyan.moe.rules import FUSED, LIMIT
@@ -38,7 +38,7 @@ _RULES = (
         "collect-tokens-histogram bucket-time-to-first-token bucket-inter-token-latency "
         "bucket-e2e-request-latency prompt-tokens-buckets generation-tokens-buckets "
         "tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header "
-        "metrics-compat",
+        "metrics-compat enable-metrics-for-all-schedulers",
         lambda c: not c.observe.metrics,
         "there are no metrics without --enable-metrics",
     ),
@@ -127,9 +127,15 @@ _RULES = (
     ),
     _Ignored(
         "disaggregation-decode-enable-fake-auto num-reserved-decode-tokens "
-        "disaggregation-decode-enable-offload-kvcache",
+        "disaggregation-decode-enable-offload-kvcache disaggregation-prefill-pp "
+        "disaggregation-decode-polling-interval",
         lambda c: c.handoff.mode != "decode",
         "it is for --disaggregation-mode decode",
+    ),
+    _Ignored(
+        "disaggregation-decode-tp disaggregation-decode-dp",
+        lambda c: c.handoff.mode != "prefill",
+        "it is for --disaggregation-mode prefill",
     ),
     _Ignored(
         "show-time-cost step-log-format",
@@ -200,7 +206,8 @@ _RULES = (
     ),
     _Ignored(
         "chat-template completion-template tool-call-parser reasoning-parser tokenizer-path "
-        "tokenizer-worker-num enable-tokenizer-batch-encode enable-dynamic-batch-tokenizer",
+        "tokenizer-mode tokenizer-worker-num enable-tokenizer-batch-encode "
+        "enable-dynamic-batch-tokenizer",
         lambda c: c.server.skip_tokenizer,
         "--skip-tokenizer-init loads no tokenizer",
     ),
@@ -218,6 +225,19 @@ _RULES = (
         "weight-loader-disable-mmap custom-weight-loader",
         lambda c: c.model.load_format == "dummy",
         "--load-format dummy reads no files",
+    ),
+    _Ignored(
+        "remote-instance-weight-loader-seed-instance-ip "
+        "remote-instance-weight-loader-seed-instance-service-port "
+        "remote-instance-weight-loader-send-weights-group-ports "
+        "remote-instance-weight-loader-backend",
+        lambda c: c.model.load_format != REMOTE_INSTANCE,
+        "weights are read from files without --load-format remote_instance",
+    ),
+    _Ignored(
+        "remote-instance-weight-loader-send-weights-group-ports",
+        lambda c: c.model.load_format == REMOTE_INSTANCE and c.model.seed_backend != "nccl",
+        "with --remote-instance-weight-loader-backend transfer_engine the seed names its port",
     ),
     _Ignored(
         "preferred-sampling-params sampling-defaults",

@@ -10,8 +10,9 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.devices import rounded_methods
 from banyan.config.env import Environment
-from banyan.config.schema import DEMO, Config
+from banyan.config.schema import DEMO, REMOTE_INSTANCE, Config
 from banyan.hub.catalogue import recognise
+from banyan.hub.remote_instance import seed_ports
 from banyan.model_config.model_config import ModelConfig
 from banyan.model_config.quantization import FLOAT_FORMS, SPELLINGS, spellings
 
@@ -104,8 +105,24 @@ def limit_context(config: Config, model_config: ModelConfig, environment: Enviro
 def choose_load_format(
     config: Config, model_config: ModelConfig, environment: Environment
 ) -> Config:
-    if config.model.load_format == "auto":
-        return replace(config, model=replace(config.model, load_format=model_config.format))
+    model = config.model
+    if model.load_format == "auto":
+        return replace(config, model=replace(model, load_format=model_config.format))
+    if model.load_format == REMOTE_INSTANCE:
+        flag, are_pushed = "--remote-instance-weight-loader-", model.seed_backend == "nccl"
+        missing = {
+            "seed-instance-ip": not model.seed_host,
+            "seed-instance-service-port": not model.seed_port,
+            "send-weights-group-ports": are_pushed and not model.seed_ports,
+        }
+        for name, is_missing in missing.items():
+            if is_missing:
+                raise ConfigError(
+                    f"--load-format {REMOTE_INSTANCE} needs {flag}{name}",
+                    hint="name the running server, and with the backend nccl ports that it opens",
+                )
+        if are_pushed:
+            seed_ports(model)
     return config
 
 

@@ -7,18 +7,21 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from banyan.formats.headers import (
+from banyan.formats.mapped import TensorInfo
+from banyan.models.quantize.layouts import (
+    Floats,
     Header,
     HeaderEntry,
+    Rounded,
+    TargetLayout,
     gguf_header,
     gguf_pair,
     safetensors_header,
     size_in_gguf,
     size_in_safetensors,
+    to_floats,
     without_keys,
 )
-from banyan.formats.mapped import TensorInfo
-from banyan.models.quantize.layouts import Floats, Rounded, TargetLayout, to_floats
 from banyan.models.quantize.source import SourceCheckpoint
 from banyan.models.quantize.translate import translated
 from banyan.models.weights.names import split_numbers

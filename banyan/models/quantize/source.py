@@ -11,10 +11,10 @@ from torch import Tensor
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
 from banyan.formats.gguf import GGUFFile
-from banyan.formats.headers import HeaderEntry
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.shards import files_of_weights, open_weight_file
 from banyan.model_config.model_config import ModelConfig
+from banyan.models.quantize.layouts import HeaderEntry
 from banyan.models.weights.checkpoint_layouts import halves_of
 from banyan.models.weights.names import is_projection, place_of, split_numbers
 from banyan.models.weights.reader import as_tensor

@@ -19,7 +19,7 @@ from banyan.families.names import (
     HUB_NAMES,
     NameMap,
 )
-from banyan.formats.headers import HeaderEntry
+from banyan.models.quantize.layouts import HeaderEntry
 from banyan.models.quantize.source import SourceCheckpoint
 from banyan.models.weights.checkpoint_layouts import (
     half_of_expansion,

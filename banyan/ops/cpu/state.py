@@ -1,4 +1,4 @@
-"""The compiled ops of layers that keep a running state; fp32 activations and states.
+"""The compiled ops of layers that keep a running state; fp32 activations, fp32 or bf16 states.
 
 Each method implements the op of the same name in `ops/state_api.py`.
 """
@@ -107,13 +107,14 @@ class States:
             *_rows(strength),
             0 if skip is None else _whole(skip),
             out.data_ptr(),
-            _whole(states),
+            _state_pages(states),
             heads,
             heads // key_heads,
             key_dim,
             value_dim,
             int(has_delta),
             int(kept.dim() == 3),
+            int(states.dtype == torch.bfloat16),
             rows=rows.context_lengths.shape[0],
         )
         return out
@@ -142,9 +143,10 @@ class States:
             _whole(rate),
             _whole(skip),
             out.data_ptr(),
-            _whole(states),
+            _state_pages(states),
             channels,
             key_dim,
+            int(states.dtype == torch.bfloat16),
             rows=rows.context_lengths.shape[0],
         )
         return out
@@ -174,6 +176,12 @@ def _rows(x: Tensor) -> tuple[int, int]:
 def _whole(x: Tensor) -> int:
     assert x.dtype == torch.float32 and x.is_contiguous(), f"expected whole fp32, got {x.dtype}"
     return x.data_ptr()
+
+
+def _state_pages(states: Tensor) -> int:
+    is_known = states.dtype in (torch.float32, torch.bfloat16)
+    assert is_known and states.is_contiguous(), f"expected whole fp32 or bf16, got {states.dtype}"
+    return states.data_ptr()
 
 
 def _supports(spec: OpSpec) -> str | None:

@@ -9,7 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.ops.bind import Toolkit
 
 _HERE = "banyan.ops.cuda"
-_ROWS = ("rms_norm", "add_rms_norm", "rotary", "silu_and_mul")
+_ROWS = ("rms_norm", "add_rms_norm", "rotary", "norm_rotary", "silu_and_mul")
 _STATES = ("apply_gate", "decay_gates", "short_conv", "scan", "selective_scan")
 KERNELS = {
     "write_kv": [f"{_HERE}.triton_attention:write_kv"],

@@ -137,6 +137,11 @@ def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def own_kind() -> str:
+    """The name of this rank's GPU."""
+    return torch.cuda.get_device_name()
+
+
 def has_no_peers(size: int) -> str | None:
     """Why no group of so many ranks can share memory; None = one may. The same on every rank."""
     if size > MAX_RANKS:

@@ -27,7 +27,7 @@ from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.blocks import BLOCK
 from banyan.ops.cuda import products
 from banyan.ops.cuda.needs import FP8, TRITON, VENDOR, CudaToolkit, declines, power_of_two
-from banyan.ops.cuda.products import OUTPUTS_STEP, Shape
+from banyan.ops.cuda.products import OUTPUTS_STEP, Shape, fitted
 from banyan.ops.reference import DenseLinear
 from banyan.ops.rounding import FP8_MOST
 from banyan.ops.stored import E4M3, E4M3_DYNAMIC, STORAGE_TYPES, StoredWeight
@@ -158,14 +158,20 @@ def round_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
     return numbers, scales
 
 
-def shape_of(rows: int, weight: PackedFloats, is_exact: bool = False) -> Shape:
-    """The block sizes for some rows: the fastest ones in `benchmarks/cuda_products.py`."""
-    if rows <= 16:
+def shape_of(rows: int, weight: PackedFloats, exact: torch.dtype | None = None) -> Shape:
+    """The block sizes for some rows: the fastest ones in `benchmarks/cuda_products.py`.
+
+    Args:
+        exact: type of activations that are not rounded.
+    """
+    if exact == torch.float32:  # multiplied without tensor cores
+        shape, blocks = Shape(16 if rows <= 16 else 32, 64, 1, is_turned=True, stages=2), 528
+    elif rows <= 16:
         shape, blocks = Shape(16, 128, 1, is_turned=True, stages=4), 528
     elif rows <= 32:
         shape, blocks = Shape(32, 128, 1, is_turned=True, stages=4), 264
     elif rows <= 64:
-        warps = 8 if is_exact else 4
+        warps = 4 if exact is None else 8
         shape, blocks = Shape(64, 128, 1, is_turned=True, warps=warps, stages=4), 264
     else:
         shape, blocks = Shape(128, 128, 1, is_turned=True, warps=8, stages=3), 132
@@ -181,6 +187,7 @@ def product(
     rounds: bool,
     x_scales: Tensor | None = None,
     assembly: str = "",
+    counters: Tensor | None = None,
 ) -> Tensor:
     """x·Wᵀ + bias in Triton.
 
@@ -190,6 +197,8 @@ def product(
         dtype: of the result.
         rounds: x is rounded to 8-bit floats by this product.
         assembly: PTX that converts the weights to x's type (`conversion`); "" = the compiler's.
+        counters: zeros int32, one for each block of outputs and tokens: the product adds its parts
+            itself; None = another kernel does.
     """
     from banyan.ops.cuda import product_kernels
 
@@ -215,6 +224,8 @@ def product(
         weight.scales,
         x if bias is None else bias,
         made,
+        out,
+        out if counters is None else counters,
         rows,
         weight.inputs,
         outputs,
@@ -227,17 +238,18 @@ def product(
         IS_GROUPED=weight.is_grouped,
         X_IS_GROUPED=x_scales is not None and x_scales.dim() > 1,
         SHARED=weight.shared,
-        HAS_BIAS=bias is not None and parts == 1,
+        HAS_BIAS=bias is not None and (parts == 1 or counters is not None),
         IS_EVEN=weight.inputs % step == 0,
         STEP=step,
         ROWS=shape.rows,
         OUTPUTS=shape.outputs,
         ASSEMBLY=assembly,
         MOST=FP8_MOST,
+        ADDS=parts > 1 and counters is not None,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    if parts > 1:
+    if parts > 1 and counters is None:
         products.add_up(made, bias, out)
     return out
 
@@ -286,16 +298,17 @@ class FloatLinear:
         if not self._rounds:
             if rows > products.UNPACK_ABOVE:
                 return functional.linear(x, unpacked(weight, x.dtype), bias)
-            shape = shape_of(rows, weight, is_exact=True)
+            shape = fitted(shape_of(rows, weight, x.dtype), x.device)
             return product(x, weight, bias, shape, x.dtype, False, assembly=self._assembly)
         if rows <= self._few_rows:
-            return product(x, weight, bias, shape_of(rows, weight), x.dtype, True)
+            shape = fitted(shape_of(rows, weight), x.device)
+            return product(x, weight, bias, shape, x.dtype, True)
         if self._uses_vendor:
             numbers, scales = round_rows(x)
             return vendor_product(numbers, scales, weight, bias)
         group = min(weight.group, SIDE) if weight.is_grouped else 0
         numbers, scales = round_rows(x, group)
-        shape = shape_of(rows, weight)
+        shape = fitted(shape_of(rows, weight), x.device)
         return product(numbers, weight, bias, shape, x.dtype, True, scales)
 
 

@@ -119,31 +119,47 @@ def norm(
 
 @triton.jit
 def rotate(
-    q, k, cos, sin, q_out, k_out, q_token, q_head, k_token, k_head, heads, width, pairs,
-    BLOCK: tl.constexpr, REST: tl.constexpr,
+    q, k, q_weight, k_weight, cos, sin, q_out, k_out, q_token, q_head, k_token, k_head, heads,
+    width, pairs, eps, HAS_NORMS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head of one token; heads of k follow the heads of q. Dimensions after the rotated
-    pairs are copied."""
+    """Rotate one head of one token, normed before with HAS_NORMS; heads of k follow the heads of q.
+    Dimensions after the rotated pairs are copied."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < pairs
     if head < heads:
-        source = q + token * q_token + head * q_head
+        source, weight = q + token * q_token + head * q_head, q_weight
         own = q_out + (token * heads + head) * width
     else:
-        source = k + token * k_token + (head - heads) * k_head
+        source, weight = k + token * k_token + (head - heads) * k_head, k_weight
         own = k_out + (token * (tl.num_programs(1) - heads) + head - heads) * width
-    first = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + pairs + at, mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(cos + token * pairs + at, mask=inside, other=0.0)
-    s = tl.load(sin + token * pairs + at, mask=inside, other=0.0)
+    first = tl.load(source + at, mask=inside, other=0.0)
+    second = tl.load(source + pairs + at, mask=inside, other=0.0)
     kind = q_out.dtype.element_ty
-    tl.store(own + at, (first * c - second * s).to(kind), mask=inside)
-    tl.store(own + pairs + at, (second * c + first * s).to(kind), mask=inside)
-    if REST > 0:
+    if HAS_NORMS:
+        wide, other = first.to(tl.float32), second.to(tl.float32)
+        squares = tl.sum(wide * wide + other * other, 0)
+        if REST > 0:
+            rest = tl.arange(0, REST)
+            more = rest < width - 2 * pairs
+            last = tl.load(source + 2 * pairs + rest, mask=more, other=0.0)
+            squares += tl.sum(last.to(tl.float32) * last.to(tl.float32), 0)
+        scale = tl.rsqrt(squares / width + eps)
+        first = tl.load(weight + at, mask=inside, other=0.0) * (wide * scale).to(kind)
+        second = tl.load(weight + pairs + at, mask=inside, other=0.0) * (other * scale).to(kind)
+        if REST > 0:
+            factor = tl.load(weight + 2 * pairs + rest, mask=more, other=0.0)
+            last = factor * (last.to(tl.float32) * scale).to(kind)
+            tl.store(own + 2 * pairs + rest, last, mask=more)
+    elif REST > 0:
         rest = tl.arange(0, REST)
         more = rest < width - 2 * pairs
         tl.store(own + 2 * pairs + rest, tl.load(source + 2 * pairs + rest, mask=more), mask=more)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    c = tl.load(cos + token * pairs + at, mask=inside, other=0.0)
+    s = tl.load(sin + token * pairs + at, mask=inside, other=0.0)
+    tl.store(own + at, (first * c - second * s).to(kind), mask=inside)
+    tl.store(own + pairs + at, (second * c + first * s).to(kind), mask=inside)
 
 
 @triton.jit

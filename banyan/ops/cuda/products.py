@@ -13,6 +13,7 @@ never on the order of the thread blocks.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -295,6 +296,23 @@ def with_parts(shape: Shape, blocks: int, rows: int, outputs: int, inputs: int) 
     return replace(shape, parts=max(1, min(blocks // tiles, most)))
 
 
+MOST_SHARED = 160 << 10
+"""Bytes of shared memory for which the shapes are made; consumer GPUs have 99 KiB."""
+
+
+@cache
+def _is_small(device: torch.device) -> bool:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin < MOST_SHARED
+
+
+def fitted(shape: Shape, device: torch.device) -> Shape:
+    """The shape, or a smaller one on a device with little shared memory."""
+    if device.type != "cuda" or not _is_small(device):
+        return shape
+    return replace(shape, rows=min(shape.rows, 128), stages=2)
+
+
 class QuantisedLinear:
     """A packed weight (`PackedNumbers`) and its kernels."""
 
@@ -305,7 +323,7 @@ class QuantisedLinear:
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) > UNPACK_ABOVE:
             return functional.linear(x, unpacked(self.weight, x.dtype), bias)
-        shape = shape_of(len(x), self.weight, x.dtype)
+        shape = fitted(shape_of(len(x), self.weight, x.dtype), x.device)
         return product(x, self.weight, bias, shape, self._assembly)
 
 

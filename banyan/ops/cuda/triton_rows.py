@@ -54,6 +54,30 @@ def _norm(
 
 
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _turned(q, k, None, 0.0, cos, sin)
+
+
+def _norm_rotary(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return _turned(q, k, (q_weight, k_weight), eps, cos, sin)
+
+
+def _turned(
+    q: Tensor,
+    k: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """weights: of the norms before; None = there are none."""
     from banyan.ops.cuda.kernels import rotate
 
     (tokens, heads, width), kv_heads = q.shape, k.shape[1]
@@ -64,6 +88,7 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     rotate[(tokens, heads + kv_heads)](
         q,
         k,
+        *(weights or (cos, cos)),
         cos.contiguous(),
         sin.contiguous(),
         q_out,
@@ -73,6 +98,8 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
         heads,
         width,
         pairs,
+        eps,
+        HAS_NORMS=weights is not None,
         BLOCK=power_of_two(pairs),
         REST=power_of_two(rest) if rest else 0,
         num_warps=1,
@@ -95,4 +122,5 @@ def _silu_and_mul(gate_up: Tensor, limit: float = math.inf) -> Tensor:
 rms_norm = Kernel(supports=declines, run=_rms_norm)
 add_rms_norm = Kernel(supports=declines, run=_add_rms_norm)
 rotary = Kernel(supports=declines, run=_rotary)
+norm_rotary = Kernel(supports=declines, run=_norm_rotary)
 silu_and_mul = Kernel(supports=declines, run=_silu_and_mul)

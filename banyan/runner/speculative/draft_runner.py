@@ -50,14 +50,15 @@ class DraftModel:
         return self.mtp or self.blocks
 
 
-@dataclass(frozen=True)
+@dataclass
 class DraftRunner:
-    """What a drafter with a draft model works with.
+    """What a drafter with a draft model works with. Only `reopen` changes it.
 
     Attributes:
         table: tokens, parameters and pages of the slots. The drafter may write tokens after the
             known ones.
-        forward: the draft model. Its pages have the numbers of the target's.
+        opened: the draft model. Its pages have the numbers of the target's. None = released.
+        open: opens the draft model.
         sampler: samples from the draft model's logits as the target does.
         ops: that the draft model was built from.
         vocab_size: of its logits.
@@ -75,7 +76,8 @@ class DraftRunner:
     """
 
     table: SlotTable
-    forward: Forward
+    opened: Forward | None
+    open: Callable[[], Forward]
     sampler: Sampler
     ops: Ops
     vocab_size: int
@@ -88,6 +90,21 @@ class DraftRunner:
     take_in: Callable[[Tensor], Tensor] | None = None
     reader: Forward | None = None
     mask_token: int = 0
+
+    def close(self) -> None:
+        """Free the graphs; nothing can run until `reopen`."""
+        self.opened = None
+
+    def reopen(self) -> None:
+        """Capture graphs again, once the weights are there; nothing to do while it is open."""
+        if self.opened is None:
+            self.opened = self.open()
+
+    @property
+    def forward(self) -> Forward:
+        """How steps run through the draft model."""
+        assert self.opened is not None, "the draft model is released"
+        return self.opened
 
     def run(self, rows: Sequence[Row], carried: Tensor | None = None) -> Batch:
         """Run rows through the draft model, and sample as the target does.
@@ -147,18 +164,23 @@ def open_draft_runner(
     draft_room = config.draft_room if config.branching or blocks is not None else 0
     mine = replace(config, max_tokens=most, draft_room=draft_room, verified=0, carried=width)
     reader = None
-    with platform.stream():
-        if blocks is not None:
+    if blocks is not None:
+        with platform.stream():
             states = replace(mine, carried=blocks.width, branching=0)
             writing = WriteOnlyBackend(build.ops, pages)
             reader = open_forward(
                 blocks.state_writer, table, pages, build, states, writing, platform
             )
-            mine = replace(mine, branching=config.verified)
-        forward = open_forward(model, table, pages, build, mine, attention, platform)
+        mine = replace(mine, branching=config.verified)
+
+    def open_draft() -> Forward:
+        with platform.stream():
+            return open_forward(model, table, pages, build, mine, attention, platform)
+
     return DraftRunner(
         table=table,
-        forward=forward,
+        opened=open_draft(),
+        open=open_draft,
         sampler=Sampler(table, model.model_config.vocab_size, build.ops),
         ops=build.ops,
         vocab_size=model.model_config.vocab_size,

@@ -277,6 +277,8 @@ class _Gauges(Collector):
 
     def __init__(self, config: Config, name: str, replicas: Replicas) -> None:
         self._page_size = config.cache.page_size
+        self._parallel = config.parallel
+        self._has_all_ranks = config.observe.metrics_of_ranks
         self._name = name
         self._replicas = replicas
 
@@ -293,16 +295,31 @@ class _Gauges(Collector):
         for replica in self._replicas():
             if replica.ready is None:
                 continue
-            labels = (self._name, _UNIFIED, "0", "0", str(replica.rank))
+            labels = self._labels_of(replica)
             for name, (about, value) in self._of(replica).items():
                 if name not in gauges:
                     gauges[name] = GaugeMetricFamily(
                         f"sglang:{name}", about, labels=(*_LABELS, "tp_rank", "pp_rank", "dp_rank")
                     )
-                gauges[name].add_metric(labels, value)
-            retracted.add_metric(labels, replica.stats.retractions)
+                for each in labels:
+                    gauges[name].add_metric(each, value)
+            for each in labels:
+                retracted.add_metric(each, replica.stats.retractions)
         yield from gauges.values()
         yield retracted
+
+    def _labels_of(self, replica: Replica) -> list[tuple[str, ...]]:
+        """Of the first rank, or of every rank; all of them follow the same plans."""
+        dp_rank, first = str(replica.rank), 0
+        stages, ranks = 1, 1
+        if self._has_all_ranks:
+            stages, ranks = self._parallel.pp, self._parallel.attention_ranks
+            first = replica.rank * ranks if self._parallel.uses_dp_attention else 0
+        return [
+            (self._name, _UNIFIED, str(first + tp_rank), str(pp_rank), dp_rank)
+            for pp_rank in range(stages)
+            for tp_rank in range(ranks)
+        ]
 
     def _of(self, replica: Replica) -> dict[str, tuple[str, float]]:
         """Name -> (help text, value)."""

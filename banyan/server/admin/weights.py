@@ -1,5 +1,6 @@
 """Weights and LoRA adapters: update, read and label weights; load and unload adapters."""
 
+import asyncio
 import os
 from dataclasses import replace
 
@@ -8,6 +9,14 @@ import msgspec
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger, printable
 from banyan.engine_client.data_parallel import agreed
+from banyan.hub.remote_instance import (
+    ENGINE,
+    SeedFiles,
+    SeedReply,
+    SentFile,
+    WeightSender,
+    legal_ports,
+)
 from banyan.lora.adapter_files import AdapterPlace, checked_name
 from banyan.messages.events import Reply
 from banyan.server.embeddings import refuse_fields
@@ -21,6 +30,7 @@ _MAX_NAME = 1000
 LOAD_S = 1800.0
 """Longest wait for weights or an adapter, and for the last request of an adapter to end."""
 _MAX_PATH = 4096
+_MOST_SENDERS = 8
 
 
 class WeightsRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +84,7 @@ async def update_weights_from_disk(exchange: HttpExchange, state: ServerState) -
             await client.control("resume")
     if reply.ok:
         state.awaits_weights = False
+        state.seed_files = SeedFiles(path)
         log.info("weights taken path=%s", printable(path))
     stats = service.client.stats
     body = {
@@ -82,6 +93,86 @@ async def update_weights_from_disk(exchange: HttpExchange, state: ServerState) -
         "num_paused_requests": stats.running + stats.waiting if state.paused else 0,
     }
     await exchange.json(body, 200 if reply.ok else 400)
+
+
+class SendGroupRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The group's ranks are always the seed and one new server."""
+
+    ports: str
+    """Separated by commas."""
+    master_address: str = ""
+    group_rank: int = 1
+    world_size: int = 2
+    group_name: str = "weight_send_group"
+    backend: str = "nccl"
+
+
+class SendWeightsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    ports: str = ""
+    master_address: str = ""
+    group_rank: int = 1
+    world_size: int = 2
+    group_name: str = "weight_send_group"
+    backend: str = "nccl"
+
+
+async def init_weights_send_group(exchange: HttpExchange, state: ServerState) -> None:
+    """Listen on ports for a new server that takes the weights of this one."""
+    state.admit()
+    asked = typed(await exchange.request.json_object(), SendGroupRequest)
+    if (ports := legal_ports(asked.ports)) is None or asked.backend != "nccl":
+        raise RequestError("ports must be different ports, and backend nccl.", param="ports")
+    senders = state.weight_senders
+    for name in [name for name, sender in senders.items() if not sender.is_open]:
+        del senders[name]
+    if asked.group_name in senders or len(senders) >= _MOST_SENDERS:
+        raise RequestError(f"Weights are being sent already: {printable(', '.join(senders), 200)}.")
+    if len(asked.group_name) > _MAX_NAME:
+        raise RequestError(f"group_name has {len(asked.group_name)} characters.")
+    files = state.seed_files.listed
+    sender = WeightSender(state.seed_files, state.config.server.host, ports, is_once=True)
+    senders[asked.group_name] = sender
+    await _seed_reply(exchange, state, sender, files)
+
+
+async def send_weights(exchange: HttpExchange, state: ServerState) -> None:
+    """Send the weights to the new server that has connected; 400 if not all were sent."""
+    state.admit()
+    asked = typed(await exchange.request.json_object(), SendWeightsRequest)
+    sender = state.weight_senders.get(asked.group_name)
+    if sender is None or asked.group_name == ENGINE:
+        raise RequestError(f"There is no group {printable(asked.group_name, 80)!r}.")
+    try:
+        text = await asyncio.to_thread(sender.send)
+    finally:
+        state.weight_senders.pop(asked.group_name, None)
+    log.info("weights sent: %s", text)
+    await exchange.json({"success": True, "message": text})
+
+
+async def transfer_engine_info(exchange: HttpExchange, state: ServerState) -> None:
+    """Where new servers take the weights of this one, and the list of its files."""
+    state.admit()
+    if not state.config.model.is_seed:
+        raise RequestError(
+            "This server is no seed.",
+            hint="Start it with --remote-instance-weight-loader-start-seed-via-transfer-engine.",
+        )
+    files, host = state.seed_files.listed, state.config.server.host
+    sender = state.weight_senders.get(ENGINE)
+    if sender is None or sender.files is not state.seed_files:  # others were loaded since
+        if sender is not None:
+            sender.close()
+        sender = state.weight_senders[ENGINE] = WeightSender(state.seed_files, host, [0], False)
+    await _seed_reply(exchange, state, sender, files)
+
+
+async def _seed_reply(
+    exchange: HttpExchange, state: ServerState, sender: WeightSender, files: list[SentFile]
+) -> None:
+    version = state.config.model.weight_version
+    reply = SeedReply(True, "Connect.", files, sender.token, sender.port, version)
+    await exchange.json(msgspec.to_builtins(reply))
 
 
 async def get_weights_by_name(exchange: HttpExchange, state: ServerState) -> None:

@@ -30,6 +30,7 @@ from banyan.engine_client.data_parallel import LoadHistory
 from banyan.engine_client.metrics_observer import MetricsObserver
 from banyan.engine_client.request_log import WITH_BEGINNINGS, Recent, metrics_observers_of
 from banyan.engine_client.text_generator import open_generator
+from banyan.hub.remote_instance import SeedFiles
 from banyan.messages.events import Ready
 from banyan.messages.requests import REGEX, Constraint
 from banyan.messages.sampling_params import SamplingParams
@@ -126,6 +127,8 @@ async def open_service(state: ServerState, model_config: ModelConfig, client: Re
     )
     await warm_up(service, config)
     end_phase(state.phases, "warm-up")
+    if config.model.load_format != "dummy" and not config.model.deletes:
+        state.seed_files = SeedFiles(model_config.path)
     delete_weight_files(config, model_config)
     let_go()
     if ended is not None:

@@ -5,6 +5,7 @@ its device for buffers, as HCCL's do.
 An exchange is an operator, so that a graph that was captured makes it again.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +25,8 @@ DEFAULT_BUFFER_MB = 200
 _BUFFERS = 2
 """Of a group on each device: one to send, one to receive."""
 _LOOPBACK = "127.0.0.1"
+EXCHANGES_LOG = "EMULATED_EXCHANGES_LOG"
+"""Variable that names a file to which the kind of each exchange is appended."""
 _SCHEMA = "exchange(Tensor(a!)[] filled, Tensor[] given, str kind, int group, int[] numbers) -> ()"
 
 
@@ -98,11 +101,16 @@ class Exchanges:
         group: int,
         numbers: Sequence[int],
     ) -> None:
+        if log := os.environ.get(EXCHANGES_LOG):
+            with open(log, "a") as file:
+                file.write(f"{kind}\n")
         under = self.groups[group]
         into = [self.core.host_alias(x, True) for x in filled]
         out = [self.core.host_alias(x) for x in given]
         if kind == "allgather":
             under.allgather([into], out).wait()
+        elif kind == "allreduce":
+            under.allreduce(into).wait()
         elif kind == "alltoall":
             splits = (list(numbers[: len(numbers) // 2]), list(numbers[len(numbers) // 2 :]))
             under.alltoall_base(into[0], out[0], *splits, dist.AllToAllOptions()).wait()
@@ -157,6 +165,10 @@ class ProcessGroup:
         sizes = {tuple(x.shape) for x in (*filled[0], given[0])}
         require(len(sizes) == 1, "hccl allgather", f"tensors must have one shape, not {sizes}")
         return self._do("allgather", filled[0], given)
+
+    def allreduce(self, summed: list[Tensor]) -> Done:
+        require(len(summed) == 1, "hccl allreduce", "one tensor is summed")
+        return self._do("allreduce", summed, [])
 
     def alltoall_base(
         self,

@@ -217,6 +217,7 @@ EXPERTS = {
     "eplb_rebalance_layers_per_chunk": 1,
     "eplb_min_rebalancing_utilization_threshold": 0.9,
     "dist_timeout": 120.0,
+    "disable_custom_all_reduce": True,
 }
 JOINED = {
     "tp_size": 2,
@@ -242,15 +243,12 @@ STAGES = {
     "pp_max_micro_batch_size": 2,
     "pp_async_batch_depth": 2,
 }
-PREFILL = {
-    "disaggregation_mode": "prefill",
-    "disaggregation_transfer_backend": "fake",
-    "disaggregation_bootstrap_port": 0,
-}
 DECODE = {
     "disaggregation_mode": "decode",
     "disaggregation_decode_enable_fake_auto": True,
     "num_reserved_decode_tokens": 8,
+    "disaggregation_prefill_pp": 1,
+    "disaggregation_decode_polling_interval": 2,
 }
 EAGLE = {
     "speculative_accept_threshold_single": 0.5,
@@ -264,6 +262,8 @@ EAGLE = {
     "speculative_draft_attention_backend": "torch_native",
     "decrypted_draft_config_file": "{model}/eagle/config.json",
     "speculative_token_map": "{folder}/hot.json",
+    "enable_memory_saver": True,
+    "enable_draft_weights_cpu_backup": True,
 }
 HOOKS = {
     "forward_hooks": json.dumps(
@@ -285,9 +285,12 @@ LORA = {
 STATES = {
     "mamba_full_memory_ratio": 0.5,
     "mamba_track_interval": 128,
+    "mamba_ssm_dtype": "bfloat16",
+    "mamba_scheduler_strategy": "no_buffer",
 }
 SERVER = {
     "enable_metrics": True,
+    "enable_metrics_for_all_schedulers": True,
     "collect_tokens_histogram": True,
     "tokenizer_metrics_allowed_custom_labels": ["a"],
     "tokenizer_metrics_custom_labels_header": "x-labels",
@@ -344,6 +347,21 @@ ELSEWHERE = {
         "tests/hub; the hub knows no device",
     ),
     "speculative-draft-model-revision": "tests/hub",
+    "tokenizer-mode": "tests/tokenizer",
+    "disaggregation-decode-enable-offload-kvcache": "test_handoff.py",
+    **dict.fromkeys(
+        ("disaggregation-decode-tp", "disaggregation-decode-dp"), "tests/disaggregation"
+    ),
+    **dict.fromkeys(
+        (
+            "remote-instance-weight-loader-seed-instance-ip",
+            "remote-instance-weight-loader-seed-instance-service-port",
+            "remote-instance-weight-loader-send-weights-group-ports",
+            "remote-instance-weight-loader-backend",
+            "remote-instance-weight-loader-start-seed-via-transfer-engine",
+        ),
+        "tests/system/test_weights.py; before a device is opened",
+    ),
     "checkpoint-engine-wait-weights-before-ready": "a server that is not ready",
     **dict.fromkeys(
         (

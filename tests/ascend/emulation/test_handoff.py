@@ -74,6 +74,28 @@ def test_a_pair_of_npus_answers_like_one(
         assert computed(pair.decode) - before < 301 - 256 + 16, "the prompt came as pages"
 
 
+def test_a_second_turn_finds_what_a_decode_server_on_an_npu_has_stored(tmp_path: Path) -> None:
+    """Pages leave a device for the store, and come from there to the other one's."""
+    model, kept = write_tiny_model(tmp_path / "model"), tmp_path / "pages"
+    store = {
+        "hicache_storage_backend": "file",
+        "hicache_storage_backend_extra_config": {"path": str(kept), "prefetch_threshold": 128},
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
+    prefill = {**ON_NPU, **store, "enable_hierarchical_cache": True}
+    decode = {**ON_NPU, **store, "disaggregation_decode_enable_offload_kvcache": True}
+    with Engine(str(model), **ON_NPU) as single, engines(model, prefill, decode) as pair:
+        long = GREEDY | {"max_new_tokens": 260}
+        first = pair.ask(input_ids=PROMPT[:200], sampling_params=long)["output_ids"]
+        written = (200 + 260 - 1) // 128
+        wait_until(lambda: len(list(kept.rglob("*.page"))) >= written, WAIT_S, "pages to be stored")
+        pair.prefill.flush_cache()
+        second = {"input_ids": [*PROMPT[:200], *first, *PROMPT[:9]], "sampling_params": GREEDY}
+        found = pair.ask(**second)
+        assert found["output_ids"] == single.generate(**second)["output_ids"]
+        assert found["meta_info"]["cached_tokens"] == 128 * written
+
+
 @IN_ALL
 @pytest.mark.parametrize("transfer", ["tcp", "ascend"])
 def test_two_prefill_servers_feed_one(
@@ -132,7 +154,7 @@ def test_what_a_layer_that_drafts_keeps_is_handed_over(
 JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "engine_mode": "normal"}
 LAYOUTS = {
     "tp 2 to tp 2": ({"tp_size": 2}, {"tp_size": 2}),
-    "tp 1 to tp 2": ({}, {"tp_size": 2}),
+    "tp 1 to tp 2": ({"disaggregation_decode_tp": 2}, {"tp_size": 2}),
     "tp 2 to tp 1": ({"tp_size": 2}, {}),
     "pp 2 to tp 2": ({"pp_size": 2}, {"tp_size": 2}),
     "cp 2 to tp 1": ({"tp_size": 2, "attn_cp_size": 2}, {}),

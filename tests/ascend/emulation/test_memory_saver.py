@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from banyan.base.errors import ConfigError
 from banyan.llm import Engine
 from tests.ascend.emulation.device import EmulatedNpu
+from tests.ascend.emulation.test_drafts import made
 from tests.models.families import tiny
 from tests.support.emulated import LATENT
 from tests.support.emulated_ranks import CAPTURED, EAGER, start
@@ -26,10 +28,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def ask(engine: Engine) -> tuple:
+def ask(engine: Engine, prompt: list[int] = PROMPT) -> tuple:
     assert engine.flush_cache()
     params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    found = engine.generate(input_ids=PROMPT, sampling_params=params, return_logprob=True)
+    found = engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
     return found["output_ids"], found["meta_info"]["output_token_logprobs"]
 
 
@@ -101,3 +103,31 @@ def test_weights_with_a_backup_come_back_without_their_files(
             assert used() < full
             engine.resume_memory_occupation(tags)
             assert ask(engine) == first
+
+
+@pytest.mark.parametrize(
+    ("drafter", "backup"),
+    [
+        ("EAGLE", True),
+        *(pytest.param(x, False, marks=pytest.mark.full) for x in ("EAGLE", "NEXTN")),
+    ],
+)
+@pytest.mark.parametrize("device", ["npu", "cpu"])
+def test_weights_of_a_draft_model_are_released_and_come_back(
+    npu: EmulatedNpu, tmp_path: Path, drafter: str, backup: bool, device: str
+) -> None:
+    """All weights leave the device, and drafts come true as before. Without the flag such a start
+    is refused: nothing reads draft weights again."""
+    flags = {**FLAGS, **CAPTURED, **made(drafter, tmp_path), "enable_weights_cpu_backup": backup}
+    if device == "cpu":
+        flags |= {"device": "cpu", "dtype": "float32"}
+    with pytest.raises(ConfigError, match="enable-memory-saver: draft weights"):
+        start(tmp_path, **flags).__enter__()
+    flags["enable_draft_weights_cpu_backup"] = True
+    with start(tmp_path, **flags) as engine:
+        first, full = ask(engine, PROMPT[:200]), used()
+        for tags in (["weights"], None):
+            engine.release_memory_occupation(tags)
+            assert device == "cpu" or used() < full - (64 << 10)
+            engine.resume_memory_occupation(tags)
+            assert ask(engine, PROMPT[:200]) == first

@@ -8,7 +8,7 @@ from banyan.ascend.driver import open_driver
 from banyan.ascend.ops.contracts import ContractError
 from banyan.base.errors import BanyanError, ConfigError
 from tests.ascend.emulation.device import EmulatedNpu
-from tests.ascend.emulation.groups import SCALE, ProcessGroup
+from tests.ascend.emulation.groups import EXCHANGES_LOG, SCALE, ProcessGroup
 from tests.ascend.emulation.test_drafts import answers as repeating
 from tests.ascend.emulation.test_drafts import made
 from tests.models.families import tiny
@@ -51,6 +51,18 @@ LAYOUTS = {
     "cp of an indexer": ("deepseek v3.2", DIVIDED | {"cp_strategy": "interleave"}),
 }
 IN_TEST = "ep"
+
+
+def test_sums_are_the_library_s_own_where_that_is_asked(
+    npu: EmulatedNpu, tmp_path, monkeypatch
+) -> None:
+    tiny("qwen3", tmp_path, max_position_embeddings=256)
+    with start(tmp_path, device="cpu", dtype="float32", cpu_activations="fp32") as engine:
+        wanted = answers(engine)
+    monkeypatch.setenv(EXCHANGES_LOG, str(tmp_path / "exchanges"))
+    with start(tmp_path, tp_size=2, disable_custom_all_reduce=True, **CAPTURED) as engine:
+        assert compare(answers(engine), wanted, NEAR) >= len(TOKENS)
+    assert "allreduce" in (tmp_path / "exchanges").read_text().split()
 
 
 def test_ranks_that_meet_at_a_port_answer(npu: EmulatedNpu, tmp_path) -> None:

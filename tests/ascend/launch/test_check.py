@@ -12,8 +12,8 @@ from banyan.ascend.launch.facts import (
     known_model,
     read_model,
     read_variables,
+    rules_page,
 )
-from banyan.ascend.launch.findings import rules_page
 from banyan.ascend.launch.machine import device_numbers, find_soc, own_interfaces
 from banyan.ascend.launch.rules import documented_columns
 from banyan.base.errors import ConfigError
@@ -44,9 +44,7 @@ def test_a_rule_that_is_broken_is_reported_and_ends_with_one(model, capsys) -> N
 
 
 def test_what_this_build_has_not_is_reported_and_ends_with_two(model, capsys) -> None:
-    code = main(
-        ["check", model, "--remote-instance-weight-loader-seed-instance-ip", "x", "--soc", "A3"]
-    )
+    code = main(["check", model, "--enable-lmcache", "--soc", "A3"])
     assert code == 2
     assert "is not available in this build" in capsys.readouterr().out
 

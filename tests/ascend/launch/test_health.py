@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.ascend.launch.facts import SOCS
-from banyan.ascend.launch.findings import sentences
+from banyan.ascend.launch.facts import SOCS, sentences
 from banyan.ascend.launch.machine import Box, Check, examine, npu_doctor, pairs, this_box, verdict
 from banyan.cli.main import main
 

@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 from banyan.ascend.launch.expert_rules import MIB, buffer_bytes, buffer_of, tokens_that_fit
-from banyan.ascend.launch.facts import KNOWN, SOCS, Launch, LaunchModel, arguments_of_words
-from banyan.ascend.launch.findings import ERROR, WARNING, Breach, breach, sentences
+from banyan.ascend.launch.facts import (
+    ERROR,
+    KNOWN,
+    SOCS,
+    WARNING,
+    Breach,
+    Launch,
+    LaunchModel,
+    arguments_of_words,
+    breach,
+    sentences,
+)
 from banyan.ascend.launch.rules import RULES, check, left_out, read_pairs
 from banyan.config.env import Environment
 from tests.support.cases import check_each

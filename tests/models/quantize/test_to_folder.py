@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import BanyanError
 from banyan.cli.quantize import quantize
 from banyan.families import FAMILIES, GGUF, known_gguf
-from banyan.formats.headers import gguf_header, gguf_pair
 from banyan.model_config.export import hub_keys
 from banyan.model_config.model_config import ModelConfig
+from banyan.models.quantize.layouts import gguf_header, gguf_pair
 from banyan.ops.bind import bind
 from banyan.tokenizer.load import load_tokenizer
 from banyan.tokenizer.write import folder_words, gguf_words

@@ -1,7 +1,6 @@
 """Drafts that branch, verified by the runner: answers are those without drafts, token by token, and
 each step accepts what a plain walk over the tree accepts."""
 
-from collections.abc import Iterator
 from random import Random
 
 import numpy as np
@@ -22,16 +21,10 @@ from banyan.runner.speculative import Tree
 from tests.runner.conftest import VOCAB
 from tests.support.runner_driver import PAGE, Driver, Request, greedy
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 NEW, NODES = 30, 9
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Gardener:

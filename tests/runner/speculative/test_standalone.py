@@ -1,7 +1,7 @@
 """A draft model beside the runner: step by step what a plain loop over two models drafts, verifies
 and accepts by the published greedy rule."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,17 +22,10 @@ from banyan.runner.speculative.standalone import ModelDrafter
 from banyan.runner.speculative.tree_growth import Grower
 from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 NUM_PAGES, MAX_LENGTH = 64, 192
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of torch, whose models here are too small to share out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

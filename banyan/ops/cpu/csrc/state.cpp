@@ -94,12 +94,12 @@ BN_EXPORT void bn_scan(Program* program, int32_t, const int32_t* pages, int64_t 
                        const int32_t* trails, const float* q, int64_t q_stride, const float* k,
                        int64_t k_stride, const float* v, int64_t v_stride, const float* kept,
                        const float* strength, int64_t strength_stride, const float* skip,
-                       float* out, float* states,
+                       float* out, void* states,
                        int32_t heads, int32_t shared, int32_t key_dim, int32_t value_dim,
-                       int32_t has_delta, int32_t by_key) {
+                       int32_t has_delta, int32_t by_key, int32_t is_bf16) {
   ScanArgs args{{pages, row_starts, context_lengths, pages_stride, trails},
                 q, k, v, kept, strength, skip, out, states, q_stride, k_stride, v_stride,
-                strength_stride, heads, shared, key_dim, value_dim};
+                strength_stride, heads, shared, key_dim, value_dim, is_bf16};
   const StateKernels& t = table();
   const Kernel& plain = has_delta ? t.delta : t.scan;
   const Kernel& keys = has_delta ? t.delta_keys : t.scan_keys;
@@ -112,11 +112,11 @@ BN_EXPORT void bn_selective_scan(Program* program, int32_t, const int32_t* pages
                                  const float* q, int64_t q_stride, const float* k,
                                  int64_t k_stride, const float* v, int64_t v_stride,
                                  const float* step, int64_t step_stride,
-                                 const float* rate, const float* skip, float* out, float* states,
-                                 int32_t channels, int32_t key_dim) {
+                                 const float* rate, const float* skip, float* out, void* states,
+                                 int32_t channels, int32_t key_dim, int32_t is_bf16) {
   SelectiveArgs args{{pages, row_starts, context_lengths, pages_stride, trails},
                      q, k, v, step, rate, skip, out, states, q_stride, k_stride, v_stride,
-                     step_stride, channels, key_dim};
+                     step_stride, channels, key_dim, is_bf16};
   append(program, table().selective, &args, sizeof args, NOT_ROW_WISE);
 }
 

@@ -44,9 +44,9 @@ struct ScanArgs {
   const float *kept, *strength;  // [tokens, heads]; of kept in *_keys [tokens, heads, key_dim]
   const float* skip;             // [heads] or null
   float* out;                    // [tokens, heads, value_dim], contiguous
-  float* states;                 // [pages, heads, key_dim, value_dim]
+  void* states;                  // [pages, heads, key_dim, value_dim], fp32 or bf16
   int64_t q_stride, k_stride, v_stride, strength_stride;
-  int32_t heads, shared, key_dim, value_dim;
+  int32_t heads, shared, key_dim, value_dim, is_bf16;
 };
 
 // Its state is one matrix, whose columns are channels.
@@ -57,9 +57,9 @@ struct SelectiveArgs {
   const float* rate;      // [key_dim, channels]
   const float* skip;      // [channels]
   float* out;             // [tokens, channels], contiguous
-  float* states;          // [pages, key_dim, channels]
+  void* states;           // [pages, key_dim, channels], fp32 or bf16
   int64_t q_stride, k_stride, v_stride, step_stride;
-  int32_t channels, key_dim;
+  int32_t channels, key_dim, is_bf16;
 };
 
 struct DecayArgs {

@@ -16,6 +16,20 @@ inline void put(float* p, vf v, int lanes) {
   else
     store_some(p, v, lanes);
 }
+// A state in its page. Sums are in fp32; where pages are bf16, a state is rounded after each step.
+inline vf get_state(const void* states, int64_t at, int lanes, bool is_bf16) {
+  if (!is_bf16) return get((const float*)states + at, lanes);
+  const uint16_t* p = (const uint16_t*)states + at;
+  if (lanes == LANES) return load_bf16(p);
+  vf v = {};
+  for (int i = 0; i < lanes; i++) v[i] = from_bf16(p[i]);
+  return v;
+}
+inline void put_state(void* states, int64_t at, vf v, int lanes, bool is_bf16) {
+  if (!is_bf16) return put((float*)states + at, v, lanes);
+  uint16_t* p = (uint16_t*)states + at;
+  for (int i = 0; i < lanes; i++) p[i] = to_bf16(v[i]);
+}
 inline int64_t blocks_of(int64_t width) { return (width + LANES - 1) / LANES; }
 inline int lanes_at(int64_t width, int64_t first) {
   return width - first < LANES ? (int)(width - first) : LANES;
@@ -88,10 +102,12 @@ void scan_block(const ScanArgs& a, int64_t row, int64_t head, int64_t first, flo
   if (begin >= end) return;
   int lanes = lanes_at(a.value_dim, first), dim = a.key_dim;
   int64_t page = a.rows.pages[row * a.rows.pages_stride];
-  float* held = a.states + (page * a.heads + head) * dim * a.value_dim + first;
+  int64_t held = (page * a.heads + head) * dim * a.value_dim + first;
   bool is_fresh = a.rows.context_lengths[row] == 0;
   for (int i = 0; i < dim; i++)
-    store(state + i * LANES, is_fresh ? vf{} : get(held + (int64_t)i * a.value_dim, lanes));
+    store(state + i * LANES, is_fresh ? vf{}
+                                        : get_state(a.states, held + (int64_t)i * a.value_dim, lanes,
+                                                    a.is_bf16));
   vf skip = splat(a.skip ? a.skip[head] : 0.0f);
   for (int64_t t = begin; t < end; t++) {
     const float* q = a.q + t * a.q_stride + head / a.shared * dim;
@@ -129,12 +145,13 @@ void scan_block(const ScanArgs& a, int64_t row, int64_t head, int64_t first, flo
         lanes);
     int64_t trail = trail_page(a.rows, row, t);
     if (trail < 0) continue;
-    float* behind = a.states + (trail * a.heads + head) * dim * a.value_dim + first;
+    int64_t behind = (trail * a.heads + head) * dim * a.value_dim + first;
     for (int i = 0; i < dim; i++)
-      put(behind + (int64_t)i * a.value_dim, load(state + i * LANES), lanes);
+      put_state(a.states, behind + (int64_t)i * a.value_dim, load(state + i * LANES), lanes,
+                a.is_bf16);
   }
   for (int i = 0; i < dim; i++)
-    put(held + (int64_t)i * a.value_dim, load(state + i * LANES), lanes);
+    put_state(a.states, held + (int64_t)i * a.value_dim, load(state + i * LANES), lanes, a.is_bf16);
 }
 
 template <bool DELTA, bool KEYS>
@@ -152,7 +169,7 @@ void scan_cost(const void* args, const Sizes& sizes, double* bytes, double* oper
   const ScanArgs& a = *(const ScanArgs*)args;
   double tokens = (double)sizes.n[TOKENS], state = (double)a.heads * a.key_dim * a.value_dim;
   double passed = 2.0 * a.heads / a.shared * a.key_dim + 2.0 * a.heads * a.value_dim;
-  *bytes = 4 * (2 * sizes.n[ROWS] * state + tokens * passed);
+  *bytes = 4 * ((a.is_bf16 ? 1 : 2) * sizes.n[ROWS] * state + tokens * passed);
   *operations = (DELTA ? 7 : 5) * tokens * state;
 }
 
@@ -168,10 +185,11 @@ void selective_block(const SelectiveArgs& a, int64_t row, int64_t first, float* 
   if (begin >= end) return;
   int lanes = lanes_at(a.channels, first), dim = a.key_dim;
   int64_t page = a.rows.pages[row * a.rows.pages_stride], width = a.channels;
-  float* held = a.states + page * dim * width + first;
+  int64_t held = page * dim * width + first;
   bool is_fresh = a.rows.context_lengths[row] == 0;
   for (int i = 0; i < dim; i++)
-    store(state + i * LANES, is_fresh ? vf{} : get(held + i * width, lanes));
+    store(state + i * LANES,
+          is_fresh ? vf{} : get_state(a.states, held + i * width, lanes, a.is_bf16));
   vf skip = get(a.skip + first, lanes);
   for (int64_t t = begin; t < end; t++) {
     const float *q = a.q + t * a.q_stride, *k = a.k + t * a.k_stride;
@@ -188,10 +206,12 @@ void selective_block(const SelectiveArgs& a, int64_t row, int64_t first, float* 
     put(a.out + t * width + first, fma(skip, value, read), lanes);
     int64_t trail = trail_page(a.rows, row, t);
     if (trail < 0) continue;
-    float* behind = a.states + trail * dim * width + first;
-    for (int i = 0; i < dim; i++) put(behind + i * width, load(state + i * LANES), lanes);
+    int64_t behind = trail * dim * width + first;
+    for (int i = 0; i < dim; i++)
+      put_state(a.states, behind + i * width, load(state + i * LANES), lanes, a.is_bf16);
   }
-  for (int i = 0; i < dim; i++) put(held + i * width, load(state + i * LANES), lanes);
+  for (int i = 0; i < dim; i++)
+    put_state(a.states, held + i * width, load(state + i * LANES), lanes, a.is_bf16);
 }
 
 void selective(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
@@ -204,7 +224,8 @@ void selective(const void* args, const Sizes&, int64_t begin, int64_t end, Worke
 void selective_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
   const SelectiveArgs& a = *(const SelectiveArgs*)args;
   double tokens = (double)sizes.n[TOKENS], state = (double)a.key_dim * a.channels;
-  *bytes = 4 * ((2 * sizes.n[ROWS] + 1) * state + tokens * (2.0 * a.key_dim + 3.0 * a.channels));
+  *bytes = 4 * (((a.is_bf16 ? 1 : 2) * sizes.n[ROWS] + 1) * state +
+                tokens * (2.0 * a.key_dim + 3.0 * a.channels));
   *operations = 20 * tokens * state;
 }
 
