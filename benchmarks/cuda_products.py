@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -126,6 +126,16 @@ def _rounding(x: Tensor, weight: Weight, shape: Shape) -> Tensor:
     return fp8.product(x, weight, None, shape, x.dtype, True)
 
 
+@cache
+def _counters(device: torch.device) -> Tensor:
+    return torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+def _rounding_and_adding(x: Tensor, weight: Weight, shape: Shape) -> Tensor:
+    assert isinstance(weight, PackedFloats)
+    return fp8.product(x, weight, None, shape, x.dtype, True, counters=_counters(x.device))
+
+
 def _rounded(x: Tensor, weight: Weight, shape: Shape) -> Tensor:
     assert isinstance(weight, PackedFloats)
     numbers, scales = fp8.round_rows(x, 128 if weight.is_grouped else 0)
@@ -179,6 +189,7 @@ def _of_floats(rows: int, is_grouped: bool) -> Iterator[Candidate]:
     if rows <= 16:
         for cut in ((16, 128, 4, 4), (16, 128, 4, 6), (16, 64, 4, 5), (16, 128, 8, 4)):
             yield Candidate("rounding", _rounding, _cut(*cut))
+            yield Candidate("rounding and adding", _rounding_and_adding, _cut(*cut))
     elif rows <= 64:
         yield Candidate("rounding", _rounding, _cut(64, 128, 4, 4))
     cuts = [(64, 128, 4, 4), (64, 64, 4, 5), (128, 128, 8, 3), (128, 64, 4, 4), (128, 128, 8, 4)]

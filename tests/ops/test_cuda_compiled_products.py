@@ -80,10 +80,11 @@ def test_products_with_8_bit_floats(how, is_grouped, rows):
     numbers, groups = torch.empty(256, 1).to(torch.float8_e4m3fn), 32 if is_grouped else 1
     packed = fp8.PackedFloats(256, 4096, 128, 1, numbers, torch.empty(groups, 256))
     tensors = {"x": EIGHT if how == "rounded" else HALF, "x_scales": FLOAT, "scales": FLOAT}
-    tensors |= {"numbers": "*u8" if how == "exact" else EIGHT, "bias": HALF, "out": HALF}
+    tensors |= {"numbers": "*u8" if how == "exact" else EIGHT, "bias": HALF, "out": FLOAT}
     sizes = {"HOW": how, "IS_GROUPED": is_grouped, "SHARED": 128 if is_grouped else 1}
     sizes |= {"X_IS_GROUPED": is_grouped and how == "rounded", "HAS_BIAS": True, "IS_EVEN": True}
-    sizes |= {"STEP": 128, "MOST": 448.0}
+    sizes |= {"STEP": 128, "MOST": 448.0, "ADDS": True}
+    tensors |= {"sums": HALF, "counters": "*i32"}
     sizes["ASSEMBLY"] = fp8.conversion(torch.bfloat16) if how == "exact" else ""
     shape = fp8.shape_of(rows, packed, torch.bfloat16 if how == "exact" else None)
     ptx = compiled_product(PRODUCTS.multiply_floats, tensors, sizes, shape)

@@ -187,6 +187,7 @@ def product(
     rounds: bool,
     x_scales: Tensor | None = None,
     assembly: str = "",
+    counters: Tensor | None = None,
 ) -> Tensor:
     """x·Wᵀ + bias in Triton.
 
@@ -196,6 +197,8 @@ def product(
         dtype: of the result.
         rounds: x is rounded to 8-bit floats by this product.
         assembly: PTX that converts the weights to x's type (`conversion`); "" = the compiler's.
+        counters: zeros int32, one for each block of outputs and tokens: the product adds its parts
+            itself; None = another kernel does.
     """
     from banyan.ops.cuda import product_kernels
 
@@ -221,6 +224,8 @@ def product(
         weight.scales,
         x if bias is None else bias,
         made,
+        out,
+        out if counters is None else counters,
         rows,
         weight.inputs,
         outputs,
@@ -233,17 +238,18 @@ def product(
         IS_GROUPED=weight.is_grouped,
         X_IS_GROUPED=x_scales is not None and x_scales.dim() > 1,
         SHARED=weight.shared,
-        HAS_BIAS=bias is not None and parts == 1,
+        HAS_BIAS=bias is not None and (parts == 1 or counters is not None),
         IS_EVEN=weight.inputs % step == 0,
         STEP=step,
         ROWS=shape.rows,
         OUTPUTS=shape.outputs,
         ASSEMBLY=assembly,
         MOST=FP8_MOST,
+        ADDS=parts > 1 and counters is not None,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    if parts > 1:
+    if parts > 1 and counters is None:
         products.add_up(made, bias, out)
     return out
 

@@ -305,18 +305,42 @@ def round_rows(
         tl.store(numbers + first + at, made, mask=first + at < inputs)
 
 
+@triton.jit
+def add_as_last(
+    made, bias, out, counters, rows, outputs, m, n, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """Of the programs of one tile, the last one to come here adds the parts of all, in order.
+
+    made: [parts, rows, outputs] fp32; counters: one per tile, 0 before and after.
+    """
+    tl.debug_barrier()  # all threads have written their part
+    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    parts = tl.num_programs(2)
+    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == parts - 1:
+        inside = (m < rows)[:, None] & (n < outputs)[None, :]
+        at = m.to(tl.int64)[:, None] * outputs + n[None, :]
+        total = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
+        for part in range(0, parts):
+            from_part = made + part * rows.to(tl.int64) * outputs
+            total += tl.load(from_part + at, mask=inside, other=0.0, cache_modifier=".cg")
+        if HAS_BIAS:
+            total += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        tl.store(counters + tile, 0)
+
+
 def _multiply_floats(
-    x, x_scales, numbers, scales, bias, out, rows, inputs, outputs, filled, x_row, steps,
-    per_part, per_group,
+    x, x_scales, numbers, scales, bias, out, sums, counters, rows, inputs, outputs, filled, x_row,
+    steps, per_part, per_group,
     HOW: tl.constexpr, IS_GROUPED: tl.constexpr, X_IS_GROUPED: tl.constexpr, SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_EVEN: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, ASSEMBLY: tl.constexpr, MOST: tl.constexpr,
+    OUTPUTS: tl.constexpr, ASSEMBLY: tl.constexpr, MOST: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs of some tokens with 8-bit float weights, over one part of the inputs.
 
     x: [rows, inputs]; numbers: [filled, inputs]; scales: [groups, filled / SHARED], or one group
     for all inputs (not IS_GROUPED); steps: of STEP inputs; per_part: steps of a part; per_group:
-    steps of a group; out: [parts, rows, outputs].
+    steps of a group; out: [parts, rows, outputs]. ADDS: `add_as_last` adds the parts to `sums`.
     HOW: "exact": the weights become x's type; "rounding": x is rounded here, with a scale per row
     and step; "rounded": x holds 8-bit floats, x_scales [steps, rows] or [rows] are theirs.
     """
@@ -372,12 +396,14 @@ def _multiply_floats(
         total *= tl.load(scales + n // SHARED)[:, None]
     if HOW == "rounded" and not X_IS_GROUPED:
         total *= tl.load(x_scales + m, mask=is_row, other=0.0)[None, :]
-    if HAS_BIAS:
+    if HAS_BIAS and not ADDS:
         total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
     at = (part * rows + m).to(tl.int64) * outputs
     where = out + at[:, None] + n[None, :]
     made = tl.trans(total).to(out.dtype.element_ty)
     tl.store(where, made, mask=is_row[:, None] & is_output[None, :])
+    if ADDS:
+        add_as_last(out, bias, sums, counters, rows, outputs, m, n, HAS_BIAS)
 
 
 @triton.jit
