@@ -54,7 +54,8 @@ SERVING, ATTENTION = "-m benchmarks.cuda_serving", "-m benchmarks.cuda_attention
 ON_CPU = "--device cpu --small"
 PARTS = {
     "kernels": Part(_tests("kernels", "adapters", "latent"), 120),
-    "product kernels": Part(_tests("products", "fp8", "experts"), 120),
+    "product kernels": Part(_tests("products", "fp8"), 120),
+    "expert kernels": Part(_tests("experts"), 150),
     "state kernels": Part(_tests("state", "branches", "families"), 120),
     "tokens of graphs": Part(f"{GRAPHS} --parts tokens memory", 150, ON_CPU),
     "tokens": Part(f"{CHECK} --parts tokens", 150, ON_CPU),
@@ -67,7 +68,7 @@ PARTS = {
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
     ),
-    "experts": Part("-m benchmarks.cuda_experts", 90, is_timed=True),
+    "experts": Part("-m benchmarks.cuda_experts", 110, is_timed=True),
     "fp8 models": Part("-m benchmarks.cuda_products --model", 150, "--device cpu"),
     "products": Part("-m benchmarks.cuda_products", 90, is_timed=True),
     "speed of fp8": Part(
