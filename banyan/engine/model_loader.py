@@ -468,10 +468,10 @@ def check_the_rounding(quantization: str, model_config: ModelConfig, traits: Tra
     Raises:
         ConfigError: experts cannot be quantised on this device.
     """
-    if quantization and model_config.experts is not None and not traits.is_host:
+    can_round = traits.is_host or traits.rounds_experts
+    if quantization and model_config.experts is not None and not can_round:
         raise ConfigError(
-            f"--quantization {quantization}: experts are rounded on CPUs only, this is "
-            f"{traits.name}",
+            f"--quantization {quantization}: experts are not rounded on {traits.name}",
             hint="leave it out",
         )
 

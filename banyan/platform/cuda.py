@@ -59,6 +59,7 @@ class CudaPlatform(Accelerator):
             moves_pages=True,
             shares_steps=True,
             stacks_adapters=True,
+            rounds_experts=True,
             rolls_back=True,
             releases_memory=True,
         )

@@ -4,12 +4,16 @@ compiler refuses. Needs the package triton (`make test-cuda`)."""
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from banyan.ops.cuda import triton_attention
+from banyan.ops.cuda.expert_weights import NUMBER_TYPES, PackedProjection
+from banyan.ops.cuda.triton_experts import assembly_of, tiles_for, tiles_of_one
 from tests.ops.triton_device import IS_INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -51,7 +55,7 @@ def assert_asynchronous(made) -> None:
         command = [binary, "-v", "--gpu-name=sm_90a", str(source), "-o", f"{folder}/kernel.cubin"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "wgmma.mma_async" in made.asm["ptx"] and "serialized" not in said
-    assert sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", said)) <= 128
+    assert sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", said)) <= 512
 
 
 def attention_types(pages: str) -> dict[str, str]:
@@ -70,8 +74,10 @@ def test_attention_over_pages(pages, head_dim):
     kinds, size = attention_types(pages), 128 if head_dim <= 128 else 256
     in_blocks, apart = triton_attention.MANY[size], triton_attention.MANY_APART[size]
     ways = [(in_blocks, True), (apart, False)]
-    if pages == BYTES:
-        ways = [(in_blocks if head_dim <= 128 else apart, False)]
+    if pages != HALF and head_dim <= 128:
+        ways = [(triton_attention.MANY_CONVERTED, pages == EIGHT)]
+    elif pages == BYTES:
+        ways = [(apart, False)]
     for tiles, is_tiled in ways:
         tile = f"tensordesc<{pages[1:]}[{tiles.keys}, {head_dim}]>" if is_tiled else pages
         many = {"IS_TILED": is_tiled, "HAS_ENDS": False, "PER_BLOCK": tiles.queries // 4}
@@ -83,14 +89,15 @@ def test_attention_over_pages(pages, head_dim):
             if pages == HALF:
                 assert_asynchronous(made)
             assert "cp.async.bulk.tensor" in made.asm["ptx"]
-    tiles = triton_attention.ONE if head_dim <= 128 else triton_attention.ONE_WIDE
+    small = triton_attention.ONE if pages == HALF else triton_attention.ONE_OF_8_BITS
+    tiles = small if head_dim <= 128 else triton_attention.ONE_WIDE
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     for is_split in (False, True):
         one = {**common, "BLOCK": 16, "KEYS": tiles.keys, "PART": 256, "IS_SPLIT": is_split}
         types = {**kinds, "k_tiles": pages, "v_tiles": pages}
         compiled(attention_kernels.attend_rows, types, {**one, "IS_TILED": False}, **options)
     rest = {name: common[name] for name in ("HAS_SINKS", "HEAD_DIM", "BLOCK_D")}
-    compiled(attention_kernels.merge, kinds, {**rest, "PART": 256}, num_warps=1)
+    compiled(attention_kernels.merge, kinds, {**rest, "PART": 256, "AT_ONCE": 16}, num_warps=1)
 
 
 @pytest.mark.parametrize(("head_dim", "page", "keys"), [(128, 64, 64), (64, 64, 64)])
@@ -225,6 +232,68 @@ def test_attention_along_branches(pages):
     sizes |= {"HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4, "BLOCK": 16, "KEYS": 64}
     branches = import_module("banyan.ops.cuda.branch_kernels")
     compiled(branches.attend_paths, tensors, sizes, num_warps=4)
+
+
+expert_kernels = import_module("banyan.ops.cuda.expert_kernels")
+EXPERTS = {  # numbers, their type, of scales, chunk, activations
+    "float": ("float", HALF, HALF, 64, HALF),
+    "fp8": ("e4m3", EIGHT, FLOAT, 128, HALF),
+    "fp8 rounded": ("e4m3", EIGHT, FLOAT, 128, HALF),
+    "int8": ("int8", "*i8", "*fp16", 32, HALF),
+    "int4": ("int4", "*u8", "*fp16", 64, HALF),
+    "mxfp4": ("e2m1", "*u8", "*u8", 32, HALF),
+    "nvfp4": ("e2m1", "*u8", EIGHT, 16, HALF),
+}
+
+
+def projection_of(form: str) -> PackedProjection:
+    """What the sizes of products depend on."""
+    number, numbers, _, chunk, _ = EXPERTS[form]
+    types = (type for type in NUMBER_TYPES.values() if type.name == number)
+    kind = None if number == "float" else replace(next(types), rounds=form == "fp8 rounded")
+    dtype = torch.bfloat16 if numbers == HALF else torch.uint8
+    return PackedProjection(kind, 0, 0, chunk, torch.empty(0, dtype=dtype))
+
+
+def experts_of(form: str, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, object]]:
+    number, numbers, scales, chunk, x = EXPERTS[form]
+    tensors = {"x": x, "x_units": FLOAT, "numbers": numbers, "scales": scales, "minima": scales}
+    tensors |= {"units": FLOAT, "bias": FLOAT, "out": HALF, "ids": LONG}
+    tensors |= {"limit": "fp32", "alpha": "fp32"}
+    base = 8 if number == "int4" else 0
+    assembly = "" if number in ("float", "e4m3") else assembly_of(number, base, dtype)
+    sizes = {"NUMBER": number, "BASE": base, "SHARED": 128 if number == "e4m3" else 1}
+    sizes |= {"IS_ONCE": number == "float", "HAS_SCALES": number != "float", "HAS_MINIMA": False}
+    sizes |= {"HAS_UNITS": form == "nvfp4", "HAS_BIAS": form == "mxfp4", "WHOLE": True}
+    sizes |= {"CHUNK": chunk, "PRECISION": "tf32", "ASSEMBLY": assembly}
+    return tensors, sizes
+
+
+@pytest.mark.parametrize("form", EXPERTS)
+@pytest.mark.parametrize("rows", [16, 128])
+def test_experts(form, rows):
+    tensors, sizes = experts_of(form, torch.bfloat16)
+    places = ("order", "block_experts", "block_firsts", "block_ends", "total")
+    tensors |= dict.fromkeys(places, INT)
+    rounds = ("here" if rows == 16 else "before") if form == "fp8 rounded" else ""
+    if rounds == "before":
+        tensors["x"] = EIGHT
+    tiles = tiles_for(rows, projection_of(form))
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    gated = {"ROWS": rows, "COLUMNS": tiles.columns, "GATE": "silu", "ALONE": False}
+    gated |= {"ROUNDS": rounds, "IS_TURNED": tiles.is_turned} | sizes
+    made = compiled(expert_kernels.expert_product, tensors, gated, **options)
+    assert ("wgmma" in made.asm["ptx"]) == (rows >= 64)
+
+
+@pytest.mark.parametrize("form", EXPERTS)
+def test_the_second_products_of_one_token(form):
+    tensors, sizes = experts_of(form, torch.bfloat16)
+    tiles = tiles_of_one(projection_of(form))
+    sizes |= {"PER_TOKEN": 8, "CHOICES": 8, "ROWS": 16, "COLUMNS": tiles.columns}
+    sizes |= {"ROUNDS": "here" if form == "fp8 rounded" else ""}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    compiled(expert_kernels.outer_of_one, tensors | {"weights": FLOAT}, sizes, **options)
 
 
 @pytest.mark.parametrize("type", [HALF, FLOAT])
