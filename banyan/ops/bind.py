@@ -156,7 +156,7 @@ class Kernel:
         waits: it copies numbers from the device, so a step with it cannot be captured.
         plain_pages: turns K and V pages of its layout into plain ones, for PLAIN_PAGES None.
         sees_ahead: attention that takes `ends`.
-        keeps: storage types of experts that stay as they are, in addition to those of projections.
+        keeps: storage types that experts keep although projections do not.
     """
 
     supports: Callable[[OpSpec], str | None]
