@@ -197,8 +197,8 @@ def product(
         dtype: of the result.
         rounds: x is rounded to 8-bit floats by this product.
         assembly: PTX that converts the weights to x's type (`conversion`); "" = the compiler's.
-        counters: zeros int32, one for each block of outputs and tokens: the product adds its parts
-            itself; None = another kernel does.
+        counters: from `products.counters_for`, to add the parts in the same kernel; None = in
+            another one.
     """
     from banyan.ops.cuda import product_kernels
 
@@ -217,6 +217,7 @@ def product(
     if parts > 1:
         made = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
     grid = (-(-rows // shape.rows), -(-outputs // shape.outputs), parts)
+    adds = parts > 1 and counters is not None and grid[0] * grid[1] <= len(counters)
     product_kernels.multiply_floats[grid](
         x,
         weight.scales if x_scales is None else x_scales,
@@ -225,7 +226,7 @@ def product(
         x if bias is None else bias,
         made,
         out,
-        out if counters is None else counters,
+        counters if adds else out,
         rows,
         weight.inputs,
         outputs,
@@ -238,18 +239,18 @@ def product(
         IS_GROUPED=weight.is_grouped,
         X_IS_GROUPED=x_scales is not None and x_scales.dim() > 1,
         SHARED=weight.shared,
-        HAS_BIAS=bias is not None and (parts == 1 or counters is not None),
+        HAS_BIAS=bias is not None and (parts == 1 or adds),
         IS_EVEN=weight.inputs % step == 0,
         STEP=step,
         ROWS=shape.rows,
         OUTPUTS=shape.outputs,
         ASSEMBLY=assembly,
         MOST=FP8_MOST,
-        ADDS=parts > 1 and counters is not None,
+        ADDS=adds,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    if parts > 1 and counters is None:
+    if parts > 1 and not adds:
         products.add_up(made, bias, out)
     return out
 
@@ -282,6 +283,7 @@ class FloatLinear:
     ) -> None:
         self.weight = weight
         self._rounds = rounds
+        self._counters = products.counters_for(weight.outputs, weight.numbers.device)
         sizes = (weight.outputs, weight.inputs)
         can_use_vendor = (
             _is_on_cuda(weight)
@@ -299,17 +301,18 @@ class FloatLinear:
             if rows > products.UNPACK_ABOVE:
                 return functional.linear(x, unpacked(weight, x.dtype), bias)
             shape = fitted(shape_of(rows, weight, x.dtype), x.device)
-            return product(x, weight, bias, shape, x.dtype, False, assembly=self._assembly)
+            more = (None, self._assembly, self._counters)
+            return product(x, weight, bias, shape, x.dtype, False, *more)
         if rows <= self._few_rows:
             shape = fitted(shape_of(rows, weight), x.device)
-            return product(x, weight, bias, shape, x.dtype, True)
+            return product(x, weight, bias, shape, x.dtype, True, None, "", self._counters)
         if self._uses_vendor:
             numbers, scales = round_rows(x)
             return vendor_product(numbers, scales, weight, bias)
         group = min(weight.group, SIDE) if weight.is_grouped else 0
         numbers, scales = round_rows(x, group)
         shape = fitted(shape_of(rows, weight), x.device)
-        return product(numbers, weight, bias, shape, x.dtype, True, scales)
+        return product(numbers, weight, bias, shape, x.dtype, True, scales, "", self._counters)
 
 
 def vendor_product(
