@@ -204,14 +204,19 @@ class Engine:
         capacity_of_str_len: int,
         session_id: str | None = None,
         timeout: float | None = None,
+        streaming: bool = False,
     ) -> str:
         """Open a session for turns that go on from earlier ones (`session_params` of `generate`).
 
         Args:
             capacity_of_str_len: most tokens of one history.
-            timeout: seconds without a turn after which it is closed; None = never.
+            timeout: seconds without a turn after which it is closed; None = an hour.
+            streaming: each turn goes on from the latest one.
         """
-        return self._live().sessions.open(capacity_of_str_len, session_id, timeout)
+        if streaming and not self._config.server.streaming_sessions:
+            raise RequestError("Streaming sessions need enable_streaming_session=True.")
+        open_ = self._live().sessions.open
+        return open_(capacity_of_str_len, session_id, timeout, is_streaming=streaming)
 
     def close_session(self, session_id: str) -> None:
         self._live().sessions.close(session_id)
@@ -365,11 +370,14 @@ class _Opened:
         turn = await self.sessions.begin(body, self.tokenizer, self.limits)
         if turn is None:
             return await self.native.answer(await self.native.read(body))
-        answer = await self.native.answer(await self.native.read(turn.body))
-        if isinstance(answer, list):
-            raise RequestError("A turn of a session has one answer.", param="n")
-        turn.keep(cast(list[int], answer["output_ids"]))
-        return answer
+        try:
+            answer = await self.native.answer(await self.native.read(turn.body))
+            if isinstance(answer, list):
+                raise RequestError("A turn of a session has one answer.", param="n")
+            turn.keep(cast(list[int], answer["output_ids"]))
+            return answer
+        finally:
+            turn.end()
 
     async def encode(
         self, prompt: object, dimensions: int | None, rid: str | None, lora_path: object

@@ -10,6 +10,7 @@ weights, no network. With --device cpu --small it tries the script itself.
 import argparse
 import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,20 @@ from banyan.ops import reference
 from banyan.ops.state_api import StateRows
 from banyan.runner.captured_forward import CapturedForward
 from banyan.runner.forward import EagerForward
-from benchmarks.cuda_check import LARGE, TINY, random_engine, sampling, step_seconds
+from benchmarks.cuda_check import (
+    LARGE,
+    TINY,
+    generate,
+    greedy,
+    prompts_of,
+    random_engine,
+    sampling,
+    started,
+    step_seconds,
+    tiny_llama,
+)
 
-PARTS = ("states", "indexer", "hybrid", "prompts")
+PARTS = ("tokens", "states", "indexer", "memory", "hybrid", "prompts")
 HEADS, KEY_HEADS, WIDTH, TAPS = 32, 16, 128, 4
 """Of a linear attention layer of Qwen3-Next."""
 HYBRID = {
@@ -46,6 +58,9 @@ HYBRID = {
     "linear_num_value_heads": HEADS,
     "linear_key_head_dim": WIDTH,
     "linear_value_head_dim": WIDTH,
+    "linear_conv_kernel_dim": TAPS,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": True,
 }
 SMALL_HYBRID = {
     "vocab_size": 512,
@@ -55,6 +70,7 @@ SMALL_HYBRID = {
     "num_attention_heads": 4,
     "head_dim": 16,
     "num_experts": 8,
+    "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "linear_num_key_heads": 2,
@@ -79,10 +95,14 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="of the shape of Llama 3 8B")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
+    if "tokens" in options.parts:
+        _tokens(options.device)
     if "states" in options.parts:
         _states(options)
     if "indexer" in options.parts:
         _indexer(options)
+    if "memory" in options.parts:
+        _memory(options.device)
     if "hybrid" in options.parts:
         _hybrid(options)
     if "prompts" in options.parts:
@@ -201,7 +221,11 @@ def _indexer(options: argparse.Namespace) -> None:
     assert torch.equal(got, reference.choose_positions(*exact, 32)), "other positions are chosen"
     print("choose_positions: the positions of the reference")
     for counts, contexts in (([1], [32000]), ([1] * 32, [8000] * 32), ([512], [7000])):
-        counts, contexts = (counts[:2], [200] * 2) if small else (counts, contexts)
+        if small:
+            counts, contexts = (
+                [min(counts[0], 16)] * min(2, len(counts)),
+                [200] * min(2, len(counts)),
+            )
         given = _index_inputs(counts, contexts, INDEX_HEADS, device)
         took = median_us(lambda: choose(*given, 32 if small else INDEX_TOP), device)  # noqa: B023
         rows = f"{len(counts)} rows of {counts[0]} tokens after {contexts[0]}"
@@ -232,12 +256,64 @@ def _index_inputs(
     return [*queries, draw(tokens, heads), *pages, table.view(rows, columns), *lengths]
 
 
+def _tokens(device: str) -> None:
+    """Greedy tokens of tiny float32 models are the ones of transformers, however steps run."""
+    import transformers
+
+    torch.manual_seed(7)
+    shape = {**HYBRID, **SMALL_HYBRID, "eos_token_id": None, "bos_token_id": None}
+    config = transformers.Qwen3NextConfig(**shape, initializer_range=0.2)
+    hybrid = transformers.Qwen3NextForCausalLM(config).eval()
+    prompts = prompts_of([5 + 11 * i for i in range(5)])
+    graphs = {"enable_piecewise_cuda_graph": True, "piecewise_cuda_graph_tokens": [16, 64, 256]}
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}
+    ways: dict[str, dict[str, object]] = {
+        "captured": {},
+        "prompts in graphs": graphs,
+        "drafts": drafts,
+        "draft trees": {**drafts, "speculative_ngram_min_bfs_breadth": 2},
+    }
+    for model in (tiny_llama(), hybrid):
+        name = type(model).__name__
+        wanted = [greedy(model, prompt, 24) for prompt in prompts]
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            for way, flags in ways.items():
+                if way == "draft trees" and model is hybrid:
+                    continue  # a state cannot branch
+                got, summary = generate(folder, prompts, 24, device, **flags)
+                same = sum(a == b for a, b in zip(got, 2 * wanted, strict=True))
+                print(f"{name}: {same}/{len(got)} as transformers, {way} ({summary})", flush=True)
+                assert same == len(got), f"{name}, {way}: other tokens than transformers"
+
+
+def _memory(device: str) -> None:
+    """Answers are the same after weights, pages and graphs were released."""
+    flags = {"enable_memory_saver": True, "max_total_tokens": 4096}
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_llama().save_pretrained(folder)
+        with started(folder, device, enable_weights_cpu_backup=device != "cpu", **flags) as engine:
+            asked = {"input_ids": prompts_of([9, 70]), "sampling_params": sampling(24)}
+            first = [answer["output_ids"] for answer in engine.generate(**asked)]
+            for tags in (["weights"], ["kv_cache"], ["cuda_graph"], None):
+                before = 0 if device == "cpu" else torch.cuda.memory_reserved()
+                engine.release_memory_occupation(tags)
+                if device != "cpu":
+                    freed = (before - torch.cuda.memory_reserved()) / 1024
+                    figure(f"released, {', '.join(tags or ['all'])}", freed, "KiB")
+                    assert freed > 0 or tags in (["weights"], ["cuda_graph"]), f"{tags}: kept"
+                engine.resume_memory_occupation(tags)
+                assert engine.flush_cache()
+                again = [answer["output_ids"] for answer in engine.generate(**asked)]
+                assert again == first, f"{tags}: other answers after they came back"
+    print("memory: the same answers after each release")
+
+
 def _hybrid(options: argparse.Namespace) -> None:
     device, small = options.device, options.small
     shape = {**HYBRID, **(SMALL_HYBRID if small else {})}
     facts = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
     facts |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e7, **shape}
-    facts |= {"linear_conv_kernel_dim": TAPS, "norm_topk_prob": True, "tie_word_embeddings": True}
     facts["torch_dtype"] = "float32" if device == "cpu" else "bfloat16"
     rows = [1, 32]
     with random_engine(facts, device, rows, cuda_graph_bs=rows) as engine:
@@ -267,7 +343,7 @@ def _prompts(options: argparse.Namespace) -> None:
     facts |= {"rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0}
     facts["torch_dtype"] = "float32" if device == "cpu" else "bfloat16"
     flags: dict[str, object] = {"cuda_graph_bs": [1, 64], "enable_piecewise_cuda_graph": True}
-    flags |= {"piecewise_cuda_graph_tokens": list(PROMPTS), "attention_backend": "auto"}
+    flags["piecewise_cuda_graph_tokens"] = list(PROMPTS)
     with random_engine(facts, device, [1, 64], **flags) as engine:
         print(engine.get_server_info()["facts"]["steps"])
         vocab = shape["vocab_size"]

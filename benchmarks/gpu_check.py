@@ -48,12 +48,14 @@ def _tests(*names: str) -> str:
 
 
 CHECK, FAMILIES = "-m benchmarks.cuda_check", "-m benchmarks.cuda_families"
+GRAPHS = "-m benchmarks.cuda_graphs"
 SERVING, ATTENTION = "-m benchmarks.cuda_serving", "-m benchmarks.cuda_attention"
 ON_CPU = "--device cpu --small"
 PARTS = {
     "kernels": Part(_tests("kernels", "adapters", "latent"), 120),
     "product kernels": Part(_tests("products", "fp8", "experts"), 120),
-    "state kernels": Part(_tests("state", "families"), 120),
+    "state kernels": Part(_tests("state", "branches", "families"), 120),
+    "tokens of graphs": Part(f"{GRAPHS} --parts tokens memory", 150, ON_CPU),
     "tokens": Part(f"{CHECK} --parts tokens", 150, ON_CPU),
     "families": Part(FAMILIES, 120, ON_CPU),
     "pages": Part(f"{CHECK} --parts pages", 120, ON_CPU),
@@ -64,6 +66,7 @@ PARTS = {
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
     ),
+    "experts": Part("-m benchmarks.cuda_experts", 90, is_timed=True),
     "fp8 models": Part("-m benchmarks.cuda_products --model", 150, "--device cpu"),
     "products": Part("-m benchmarks.cuda_products", 90, is_timed=True),
     "speed of fp8": Part(
@@ -74,7 +77,8 @@ PARTS = {
     "attention": Part(f"{ATTENTION} --parts check", 120, ON_CPU),
     "attention speed": Part(f"{ATTENTION} --parts speed", 90, ON_CPU, is_timed=True),
     "attention on hopper": Part(f"{ATTENTION} --parts hopper", 60, ON_CPU, is_timed=True),
-    "graphs": Part("-m benchmarks.cuda_graphs", 120, ON_CPU, is_timed=True),
+    "graphs": Part(f"{GRAPHS} --parts hybrid prompts", 110, ON_CPU, is_timed=True),
+    "states": Part(f"{GRAPHS} --parts states indexer", 90, ON_CPU, is_timed=True),
     "prompts": Part(f"{SERVING} --parts prompts", 90, ON_CPU, is_timed=True),
     "serving": Part(f"{SERVING} --parts serving", 120, ON_CPU, is_timed=True),
 }

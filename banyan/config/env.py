@@ -94,6 +94,11 @@ def forget_secrets() -> None:
         os.environ.pop(name, None)
 
 
+def keep_ranks_local() -> None:
+    """Let NCCL listen on the loopback interface alone, unless the environment names another one."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
 def for_downloads(environment: Environment) -> dict[str, str]:
     """Variables of a child process that downloads: this process's own, with the hub's token."""
     token = {"HF_TOKEN": environment.hf_token} if environment.hf_token else {}

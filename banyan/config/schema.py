@@ -561,6 +561,8 @@ class ServerConfig:
     stream_interval: int = 1
     incremental_output: bool = False
     """/generate streams only the new text of each chunk instead of all text so far."""
+    streaming_sessions: bool = False
+    """Sessions may be opened whose turns go on from the latest one."""
     skip_tokenizer: bool = False
     tokenizer_mode: str = "auto"
     """SLOW = read the vocabulary file from which tokenizer.json was made."""

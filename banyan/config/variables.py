@@ -55,7 +55,7 @@ IDLE = {
     "SGLANG_FORCE_STREAM_INTERVAL": "tokens are detokenized as they arrive",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "/health checks the engine's heartbeat; "
     "/health_generate generates",
-    "SGLANG_WAIT_WEIGHTS_READY_TIMEOUT": "weights are read from files only",
+    "SGLANG_WAIT_WEIGHTS_READY_TIMEOUT": "a server waits for its weights without a time limit",
     "SGLANG_WARMUP_TIMEOUT": "the warm-up has no time limit",
     "SGLANG_PROFILE_WITH_STACK": "profiles have step phases and ops, but no stacks",
     "SGLANG_GRAMMAR_POLL_INTERVAL": _NO_POLLING,

@@ -13,7 +13,7 @@ import zmq
 from banyan.base.errors import DeviceError
 from banyan.base.thread_pool import WakeEvent
 from banyan.dp_attention.step_clock import StepClock, missing_replicas
-from banyan.engine.multi_node import keys_of
+from banyan.engine.multi_node import GREETING_MS, keys_of
 
 _LINGER_MS = 500
 _MAX_MESSAGE_BYTES = 4096
@@ -122,4 +122,5 @@ def _pair() -> "zmq.Socket[bytes]":
     context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
     pair = context.socket(zmq.PAIR)
     pair.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    pair.setsockopt(zmq.HANDSHAKE_IVL, GREETING_MS)
     return pair

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 
 import torch
 
@@ -18,9 +19,10 @@ from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.base.memory import give_back, runs_the_process
-from banyan.base.os import available_cores
+from banyan.base.os import available_cores, is_loopback
 from banyan.base.torch_parts import complete_torch
 from banyan.config.defaults import settings_of, settle
+from banyan.config.env import keep_ranks_local
 from banyan.config.flags.device import ATTENTION
 from banyan.config.rules.cache import can_have_store
 from banyan.config.rules.execution import with_draft_attention
@@ -153,6 +155,9 @@ def open_model(
     ops = _bind(config, model_config, traits, device, toolkit)
     phases.done("kernels")
     exchanged = exchanged_tokens(config, traits)
+    meeting = urlsplit(mesh_address)
+    if meeting.scheme == "file" or is_loopback(meeting.hostname or ""):
+        keep_ranks_local()
     groups = open_groups(
         GroupsConfig(
             rank,
@@ -463,10 +468,10 @@ def check_the_rounding(quantization: str, model_config: ModelConfig, traits: Tra
     Raises:
         ConfigError: experts cannot be quantised on this device.
     """
-    if quantization and model_config.experts is not None and not traits.is_host:
+    can_round = traits.is_host or traits.rounds_experts
+    if quantization and model_config.experts is not None and not can_round:
         raise ConfigError(
-            f"--quantization {quantization}: experts are rounded on CPUs only, this is "
-            f"{traits.name}",
+            f"--quantization {quantization}: experts are not rounded on {traits.name}",
             hint="leave it out",
         )
 
@@ -487,7 +492,7 @@ def check_drafts(
             "that read each other are read on the host alone",
             hint="use EAGLE3 where there is a model for this one, NGRAM, or --device cpu",
         )
-    if model_config is not None and model_config.has_states:
+    if model_config is not None and model_config.has_states and not traits.rolls_back:
         raise ConfigError(
             f"--speculative-algorithm {speculative.algorithm} on {traits.name}: layers of this "
             "model keep a state, which can only be rolled back after rejected drafts on a CPU",

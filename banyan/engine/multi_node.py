@@ -45,6 +45,8 @@ _AGAIN, _ASK_STACKS, _STACKS = (b"A", b"T", b"K")
 _HELLO_S = 1.0
 """Interval at which a node sends its Hello until the leader answers."""
 _STACKS_S = 3.0
+GREETING_MS = 5000
+"""Longest handshake; who connects and does not show the secret is let go after it."""
 _SAMPLE_BYTES = 1 << 16
 _MAX_MESSAGE_BYTES = 1 << 18
 """Largest message of a node to the leader, without frames."""
@@ -170,6 +172,7 @@ class Nodes:
         most = MAX_FRAME_BYTES if mine.dp > 1 else 0
         self._socket.setsockopt(zmq.MAXMSGSIZE, most + _MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # with a limit, ROUTER would drop messages
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, GREETING_MS)
         public, private = keys_of(secret, "leader")
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = public, private

@@ -16,6 +16,8 @@ BLOCK = 32
 SUPER_BLOCK = 256
 """Values per block of the K types, which hold 8 or 16 groups with scales of their own."""
 
+NV_GROUP = 16
+"""Values per block of NVFP4."""
 E2M1_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the 4-bit floats."""
 IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -75,6 +77,20 @@ def mxfp4(blocks: Tensor) -> Tensor:
     exponents = blocks[:, :1].int() - 128
     half = torch.ldexp(torch.ones(exponents.shape, device=blocks.device), exponents)
     return half * levels[nibbles(blocks[:, 1:]).long()]
+
+
+def nvfp4(blocks: Tensor) -> Tensor:
+    """16 4-bit floats, their e4m3 scale, and an fp32 factor of all scales of the tensor."""
+    levels = torch.tensor(E2M1_HALVES, dtype=torch.float32, device=blocks.device) * 0.5
+    codes = torch.cat([blocks[:, :8] & 15, blocks[:, :8] >> 4], dim=1)
+    scale = blocks[:, 8:9].contiguous().view(torch.float8_e4m3fn).float()
+    return levels[codes.long()] * (scale * blocks[:, 9:].contiguous().view(torch.float32))
+
+
+def lay_nvfp4(codes: Tensor, scale: Tensor, factor: float) -> Tensor:
+    """[n, 16] numbers of 4-bit floats, e4m3 scales [n, 1] and their factor -> blocks [n, 13]."""
+    factors = torch.full((len(codes), 1), factor, dtype=torch.float32).view(torch.uint8)
+    return torch.cat([codes[:, :8] | codes[:, 8:] << 4, scale.view(torch.uint8), factors], dim=1)
 
 
 def lay_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:

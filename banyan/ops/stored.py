@@ -45,6 +45,8 @@ E4M3 = "E4M3"
 """8-bit floats: 32 values of an output, followed by their fp32 scale; no value is NaN."""
 E4M3_DYNAMIC = "E4M3_DYNAMIC"
 """The same; the checkpoint asks for activations that are rounded to 8-bit floats as well."""
+NVFP4 = "NVFP4"
+"""4-bit floats: 16 values of an output, their e4m3 scale and the fp32 factor of all scales."""
 STORAGE_TYPES = {
     "F32": _float(torch.float32),
     "F16": _float(torch.float16),
@@ -61,6 +63,7 @@ STORAGE_TYPES = {
     "Q6_K": StorageType(SUPER_BLOCK, 210, blocks.q6_k),
     "IQ4_NL": StorageType(BLOCK, 18, blocks.iq4_nl),
     "MXFP4": StorageType(BLOCK, 17, blocks.mxfp4),
+    NVFP4: StorageType(blocks.NV_GROUP, blocks.NV_GROUP // 2 + 5, blocks.nvfp4),
     "IQ4_XS": StorageType(SUPER_BLOCK, 136, grids.iq4_xs),
     "IQ3_XXS": StorageType(SUPER_BLOCK, 98, grids.iq3_xxs),
     "IQ3_S": StorageType(SUPER_BLOCK, 110, grids.iq3_s),

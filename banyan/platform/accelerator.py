@@ -1,6 +1,7 @@
 """Base of devices that run asynchronously: one stream for the steps, graphs by shape, results
 through pinned host memory."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -76,6 +77,8 @@ class Accelerator:
         self._stream: Any = None
         self._pool: Any = None
         """Memory that all graphs share, since only one runs at a time."""
+        self._graph_of_pool: Callable[[], object] = lambda: None
+        """The newest graph; None once it is gone, and with it what it kept of the memory."""
 
     def open(self, local_rank: int, threads: int) -> torch.device:
         torch.set_num_threads(threads or self.traits.cores)
@@ -136,11 +139,10 @@ class Accelerator:
         work()  # so that what is compiled or allocated on first use is not in the graph
         self.synchronize()
         graph = self._graphs.empty()
-        with self._library.graph(
-            graph, pool=self._pool, stream=self._stream, **self._graphs.options
-        ):
+        pool = None if self._graph_of_pool() is None else self._pool
+        with self._library.graph(graph, pool=pool, stream=self._stream, **self._graphs.options):
             work()
-        self._pool = graph.pool()
+        self._pool, self._graph_of_pool = graph.pool(), weakref.ref(graph)
         return self._graphs.captured(graph, work)
 
     def synchronize(self) -> None:

@@ -53,6 +53,9 @@ class Traits:
         dispatch: expert exchanges of a fixed size; None = it has none.
         fused_dispatch: operators that exchange rows and run the experts, by mode from 1 on.
         stacks_adapters: it computes LoRA adapters, on devices other than the host.
+        rounds_experts: its kernels round experts at load, on devices other than the host.
+        rolls_back: its kernels keep the states after drafts, which may be rejected; always so if
+            `is_host`.
         releases_memory: weights, pages and graphs can be released; always so if `is_host`.
         has_own_forms: its kernels may store weights in forms that copies of bytes do not keep.
     """
@@ -74,6 +77,8 @@ class Traits:
     moves_pages: bool = False
     has_own_forms: bool = False
     stacks_adapters: bool = False
+    rounds_experts: bool = False
+    rolls_back: bool = False
     releases_memory: bool = False
     dispatch: Dispatch | None = None
     fused_dispatch: tuple[FusedDispatch, ...] = ()

@@ -59,6 +59,9 @@ class CudaPlatform(Accelerator):
             moves_pages=True,
             shares_steps=True,
             stacks_adapters=True,
+            rounds_experts=True,
+            rolls_back=True,
+            releases_memory=True,
         )
         # NCCL's threads look at its events while this one captures.
         mode = {"capture_error_mode": "thread_local"}

@@ -51,6 +51,10 @@ class _Session:
     timeout_s: float
     used_s: float
     turns: dict[str, _Turn] = field(default_factory=dict)
+    is_streaming: bool = False
+    """Each turn goes on from the latest one, which alone is kept."""
+    is_busy: bool = False
+    """A turn of a streaming session runs."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,8 +75,14 @@ class Begun:
         prompt = self.body["input_ids"]
         assert isinstance(prompt, list)
         turn = _Turn(array("i", prompt), array("i", output))
+        if self._session.is_streaming:
+            self._session.turns.clear()
         self._session.turns[self._rid] = turn
         self._sessions.reserve(turn.num_bytes)
+
+    def end(self) -> None:
+        """The turn is over, however it ended; a streaming session may have the next one."""
+        self._session.is_busy = False
 
 
 class Sessions:
@@ -96,11 +106,13 @@ class Sessions:
         session_id: str | None = None,
         timeout_s: float | None = None,
         tenant: bytes = b"",
+        is_streaming: bool = False,
     ) -> str:
         """Open a session; returns its id.
 
         Args:
             timeout_s: seconds without a turn after which it is dropped; None = MAX_IDLE_S.
+            is_streaming: each turn goes on from the latest one.
 
         Raises:
             RequestError: the id is open, a value is not legal, or too many sessions are open.
@@ -119,7 +131,8 @@ class Sessions:
         if len(self._open) >= MAX_SESSIONS:
             self._drop_one_for(tenant)
         idle_s = MAX_IDLE_S if timeout_s is None else timeout_s
-        self._open[tenant, name] = _Session(capacity, idle_s, self._clock.now())
+        now = self._clock.now()
+        self._open[tenant, name] = _Session(capacity, idle_s, now, is_streaming=is_streaming)
         return name
 
     def close(self, session_id: str, tenant: bytes = b"") -> bool:
@@ -133,7 +146,7 @@ class Sessions:
         limits: Limits,
         tenant: bytes = b"",
     ) -> Begun | None:
-        """Start the turn of a body; None if it names no session.
+        """Start the turn of a body; None if it names no session. `Begun.end` must follow.
 
         Raises:
             RequestError: no such session or turn, or the history is too long.
@@ -152,6 +165,31 @@ class Sessions:
                 f"Session {str(params.get('id'))[:80]!r} is not open.", param="session_params"
             )
         session.used_s = self._clock.now()
+        if not session.is_streaming:
+            return await self._begin(session, body, params, tokenizer, limits)
+        if set(params) != {"id"}:
+            raise RequestError(
+                "A streaming session goes on from its latest turn; session_params has only id.",
+                param="session_params",
+            )
+        if session.is_busy:
+            raise RequestError("The session's latest turn has not ended.", param="session_params")
+        session.is_busy = True
+        try:
+            latest = {"rid": next(reversed(session.turns), None)}
+            return await self._begin(session, body, latest, tokenizer, limits)
+        except BaseException:
+            session.is_busy = False
+            raise
+
+    async def _begin(
+        self,
+        session: _Session,
+        body: Mapping[str, object],
+        params: Mapping[str, object],
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+    ) -> Begun:
         history = _history(session, params)
         given = body.get("text") or body.get("input_ids")
         size = len(given) if isinstance(given, str | list) else 0

@@ -192,7 +192,9 @@ class CapturedForward:
         where = torch.device("cpu") if on_host else slots.device
         starts = torch.arange(0, size + 1, count, dtype=torch.int32, device=where)
         contexts = torch.zeros(rows, dtype=torch.int32) if on_host else self._contexts[:rows]
-        geometry = StepGeometry(starts, contexts, views)
+        kept = step.rollback_checkpoints
+        kept = None if kept is None else kept[:rows]
+        geometry = StepGeometry(starts, contexts, views, rollback_checkpoints=kept)
         inputs = StepInputs(
             tokens=step.tokens[:size],
             positions=step.positions[:size],
@@ -293,7 +295,7 @@ class CapturedForward:
             packed = self._platform.pinned((shape,), torch.int64)
             packed[:rows], packed[rows:] = torch.from_numpy(batch.slots), 0
             self._slots[:shape].copy_(packed, non_blocking=True)
-        step.carry(batch)
+        step.carry(batch, shape)
 
     def _places_of_cp_shares(self, shape: int) -> np.ndarray:
         """Index of each token of a context parallel step among the graph's tokens; [tokens]."""
@@ -339,6 +341,8 @@ class CapturedForward:
         count = self._verified
         shape = next((shape for shape in self._wide if shape >= rows), 0)
         is_odd = self._is_unpadded and (shape, shape * count) != (rows, tokens)
+        # A state would take in the tokens after a row's own.
+        is_odd |= self._step.rollback_checkpoints is not None and tokens != rows * count
         is_long = count > 1 and int(batch.starts.max()) + count > self._table.max_length
         return (0 if is_odd or is_long else shape), count
 

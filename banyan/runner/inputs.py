@@ -207,8 +207,13 @@ class StepTensors:
         ends.copy_(torch.from_numpy(values))
         self._sees_ahead = bool(found)
 
-    def carry(self, batch: Batch) -> None:
-        """Enter the extra inputs of a batch's tokens."""
+    def carry(self, batch: Batch, rows: int = 0) -> None:
+        """Enter the extra inputs of a batch's tokens. rows: of a graph that it is padded to."""
+        if self.rollback_checkpoints is not None and not self._platform.traits.is_host:
+            values = np.zeros((max(rows, len(batch.slots)), 2), np.int32)
+            first = self._store.first_rollback_checkpoint
+            values[: len(batch.slots)] = batch.rollback_checkpoints + (first, 0)
+            self.rollback_checkpoints[: len(values)] = copy_to(values, self._device)
         if batch.carried is not None and self.carried is not None:
             self.carried[: len(batch.carried)] = batch.carried
 
@@ -248,7 +253,8 @@ class StepTensors:
                 self.page_tables, self.locations, self._groups, strict=True
             )
         )
-        has_paths = self.paths is not None and (batch.branches or not self._lengths_on_host)
+        # A host's kernels compute recorded steps too, which always have paths.
+        has_paths = batch.branches or self._platform.traits.is_host
         paths = self.paths[:tokens] if self.paths is not None and has_paths else None
         rollback_checkpoints = (
             None if self.rollback_checkpoints is None else self.rollback_checkpoints[:rows]
@@ -285,7 +291,9 @@ class StepTensors:
             for pages, locations in zip(self.page_tables, self.locations, strict=True)
         )
         lengths = (self.row_starts[: rows + 1], self.context_lengths[:rows])
-        geometry = StepGeometry(*lengths, views)
+        kept = self.rollback_checkpoints
+        kept = None if kept is None else kept[:rows]
+        geometry = StepGeometry(*lengths, views, rollback_checkpoints=kept)
         outputs = OutputTokens(self.chosen[:tokens]) if prunes else None
         return StepInputs(
             tokens=self.tokens[:tokens],
@@ -466,8 +474,13 @@ class StepTensors:
     def _place_branches(self, batch: Batch, slots: Tensor, longest: int) -> None:
         """As `place`, for a batch with draft trees. The host has verified the drafts before, so it
         knows positions and places."""
-        assert self.paths is not None and self._lengths_on_host
-        enter_paths(self.paths.numpy(), batch)
+        assert self.paths is not None
+        if self._lengths_on_host:
+            enter_paths(self.paths.numpy(), batch)
+        else:
+            paths = np.zeros((int(batch.offsets[-1]), self.paths.shape[1]), np.int32)
+            enter_paths(paths, batch)
+            self.paths[: len(paths)] = copy_to(paths, self._device)
         parts = (np.repeat(batch.slots, batch.counts), batch.places, batch.positions)
         slot_of, places, positions = copy_to(np.stack(parts), self._device)
         self.place(slot_of, places, slots, longest)

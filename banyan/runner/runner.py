@@ -138,7 +138,8 @@ class ModelRunner:
         # The draft model's layers follow the model's in the same pages, so one lease, one radix
         # tree and one store hold both.
         draft_caches = [] if draft is None else draft.model.caches
-        can_roll_back = self.platform.traits.is_host and not config.branching
+        traits = self.platform.traits
+        can_roll_back = (traits.is_host or traits.rolls_back) and not config.branching
         self.store = KVStore(
             groups=config.groups,
             caches=numbered_through([model.caches, draft_caches]),

@@ -13,6 +13,7 @@ import zmq
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.config.schema import Config, ParallelConfig
+from banyan.engine import multi_node
 from banyan.engine.core_process import OtherRanks
 from banyan.engine.multi_node import (
     Hello,
@@ -266,6 +267,17 @@ def _strangers(where: ParallelConfig, recorded: bytes) -> list[socket.socket]:
             else:
                 stranger.close()
     return found
+
+
+def test_who_connects_and_says_nothing_is_let_go(monkeypatch):
+    """Else idle connections take up the files that a process may open."""
+    monkeypatch.setattr(multi_node, "GREETING_MS", 200)
+    where = parallel(free_port())
+    nodes = Nodes(where, "s", replace_hello(node=0))
+    with socket.create_connection(("127.0.0.1", int(where.meeting[10:])), timeout=10) as idle:
+        while idle.recv(1 << 10):
+            pass
+    nodes.close()
 
 
 def _session_of(where: ParallelConfig, secret: str) -> bytes:

@@ -113,11 +113,12 @@ def test_a_rounding_without_triton_is_refused(monkeypatch):
 
 def test_experts_that_would_not_be_rounded_are_refused():
     here = CpuPlatform().traits
-    elsewhere = replace(here, name="cuda", is_host=False)
+    elsewhere = replace(here, name="npu", is_host=False)
     experts = replace(MODEL_CONFIG, experts=ExpertFacts(count=4, per_token=2, inner=32))
-    with pytest.raises(ConfigError, match="--quantization q4_0: experts are rounded on CPUs only"):
+    with pytest.raises(ConfigError, match="--quantization q4_0: experts are not rounded on npu"):
         check_the_rounding("q4_0", experts, elsewhere)
     check_the_rounding("q4_0", experts, here)
+    check_the_rounding("fp8", experts, replace(elsewhere, rounds_experts=True))
     check_the_rounding("q4_0", replace(MODEL_CONFIG, experts=None), elsewhere)
     check_the_rounding("", experts, elsewhere)
 

@@ -4,12 +4,16 @@ compiler refuses. Needs the package triton (`make test-cuda`)."""
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from banyan.ops.cuda import triton_attention
+from banyan.ops.cuda.expert_weights import NUMBER_TYPES, PackedProjection
+from banyan.ops.cuda.triton_experts import assembly_of, tiles_for, tiles_of_one
 from tests.ops.triton_device import IS_INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -119,8 +123,14 @@ def test_writing_of_pages(pages, most):
 def test_attention_over_latents(is_divided):
     tensors = {"q": HALF, "q_turned": HALF, "latent_pages": HALF, "key_pages": HALF}
     tensors |= {"page_tables": INT, "row_starts": INT, "context_lengths": INT, "chosen": INT}
-    tensors |= {"out": FLOAT if is_divided else HALF, "sums": FLOAT}
-    sizes = {"HAS_CHOSEN": True, "IS_DIVIDED": is_divided, "PAGE": 64, "BLOCK_R": 512}
+    tensors |= {"out": FLOAT if is_divided else HALF, "sums": FLOAT, "paths": INT}
+    sizes = {
+        "HAS_PATHS": is_divided,
+        "HAS_CHOSEN": True,
+        "IS_DIVIDED": is_divided,
+        "PAGE": 64,
+        "BLOCK_R": 512,
+    }
     sizes |= {"BLOCK_T": 64, "GROUP": 16, "PER_BLOCK": 1, "BLOCK": 16, "KEYS": 64}
     sizes |= {"LEAST": 128, "PRECISION": "tf32"}
     compiled(latent_kernels.attend_latents, tensors, sizes, num_warps=4, num_stages=2)
@@ -163,7 +173,8 @@ def test_adapters(type, ranks):
 
 
 STATES = import_module("banyan.ops.cuda.state_kernels")
-ROWS = {"pages": INT, "row_starts": INT, "context_lengths": INT}
+ROWS = {"pages": INT, "row_starts": INT, "context_lengths": INT, "checkpoints": INT}
+KEPT = {"HAS_CHECKPOINTS": True}
 
 
 @pytest.mark.parametrize(("key_dim", "by_key"), [(128, False), (128, True), (256, False)])
@@ -172,7 +183,7 @@ def test_a_scan_keeps_its_state_in_registers(key_dim, by_key):
     tensors |= dict.fromkeys(("kept", "skip", "states"), FLOAT) | ROWS
     for has_delta in (False, True):
         sizes = {"HAS_DELTA": has_delta, "HAS_SKIP": not has_delta, "BY_KEY": by_key}
-        sizes |= {"KEYS": key_dim, "VALUES": 1024 // key_dim}
+        sizes |= {"HAS_CHECKPOINTS": has_delta, "KEYS": key_dim, "VALUES": 1024 // key_dim}
         made = compiled(STATES.scan_rows, tensors, sizes, num_warps=1)
         assert ".local" not in made.asm["ptx"]
 
@@ -180,9 +191,9 @@ def test_a_scan_keeps_its_state_in_registers(key_dim, by_key):
 def test_other_ops_on_states():
     tensors = dict.fromkeys(("q", "k", "v", "out"), HALF) | ROWS
     tensors |= dict.fromkeys(("step", "rate", "skip", "states"), FLOAT)
-    compiled(STATES.scan_channels, tensors, {"KEYS": 16, "CHANNELS": 64}, num_warps=1)
+    compiled(STATES.scan_channels, tensors, KEPT | {"KEYS": 16, "CHANNELS": 64}, num_warps=1)
     tensors = {"x": HALF, "out": HALF, "weight": FLOAT, "bias": FLOAT, "last_inputs": FLOAT} | ROWS
-    kept = {"TAPS": 4, "KEPT": 4, "CHANNELS": 128}
+    kept = KEPT | {"TAPS": 4, "KEPT": 4, "CHANNELS": 128}
     for is_whole in (False, True):
         sizes = {"HAS_BIAS": True, "HAS_SILU": True, "IS_WHOLE": is_whole, **kept}
         sizes |= {"TOKENS": 1 if is_whole else 32}
@@ -199,12 +210,87 @@ def test_other_ops_on_states():
 def test_an_indexer_multiplies_on_tensor_cores():
     tensors = dict.fromkeys(("q", "q_turned", "weights", "key_pages", "turned_pages"), HALF)
     tensors |= {"page_tables": INT, "row_starts": INT, "context_lengths": INT, "scores": FLOAT}
+    tensors["paths"] = INT
     sizes = {"PAGE": 64, "BLOCK_D": 64, "BLOCK_T": 64, "HEADS": 64, "KEYS": 128}
-    sizes |= {"PRECISION": "tf32"}
+    sizes |= {"PRECISION": "tf32", "HAS_PATHS": False}
     made = compiled(latent_kernels.score_positions, tensors, sizes, num_warps=4)
     assert "wgmma" in made.asm["ptx"]
     tensors = {"scores": FLOAT, "chosen": INT, "row_starts": INT, "context_lengths": INT}
-    compiled(latent_kernels.choose_best, tensors, {"TILE": 2048}, num_warps=4)
+    sizes = {"TILE": 2048, "HAS_PATHS": True}
+    compiled(latent_kernels.choose_best, tensors | {"paths": INT}, sizes, num_warps=4)
+
+
+@pytest.mark.parametrize("pages", [HALF, EIGHT, "*i8"])
+def test_attention_along_branches(pages):
+    tensors = {"q": HALF, "k_pages": pages, "v_pages": pages, "out": HALF, "sinks": FLOAT}
+    tensors |= {"k_scales": FLOAT, "v_scales": FLOAT, "paths": INT}
+    tensors |= {"page_tables": INT, "row_starts": INT}
+    sizes = {"HAS_CAP": False, "HAS_SINKS": True, "HAS_SCALES": pages == "*i8", "PAGE": 64}
+    sizes |= {"HEAD_DIM": 128, "BLOCK_D": 128, "GROUP": 4, "BLOCK": 16, "KEYS": 64}
+    branches = import_module("banyan.ops.cuda.branch_kernels")
+    compiled(branches.attend_paths, tensors, sizes, num_warps=4)
+
+
+expert_kernels = import_module("banyan.ops.cuda.expert_kernels")
+EXPERTS = {  # numbers, their type, of scales, chunk, activations
+    "float": ("float", HALF, HALF, 64, HALF),
+    "fp8": ("e4m3", EIGHT, FLOAT, 128, HALF),
+    "fp8 rounded": ("e4m3", EIGHT, FLOAT, 128, HALF),
+    "int8": ("int8", "*i8", "*fp16", 32, HALF),
+    "int4": ("int4", "*u8", "*fp16", 64, HALF),
+    "mxfp4": ("e2m1", "*u8", "*u8", 32, HALF),
+    "nvfp4": ("e2m1", "*u8", EIGHT, 16, HALF),
+}
+
+
+def projection_of(form: str) -> PackedProjection:
+    """What the sizes of products depend on."""
+    number, numbers, _, chunk, _ = EXPERTS[form]
+    types = (type for type in NUMBER_TYPES.values() if type.name == number)
+    kind = None if number == "float" else replace(next(types), rounds=form == "fp8 rounded")
+    dtype = torch.bfloat16 if numbers == HALF else torch.uint8
+    return PackedProjection(kind, 0, 0, chunk, torch.empty(0, dtype=dtype))
+
+
+def experts_of(form: str, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, object]]:
+    number, numbers, scales, chunk, x = EXPERTS[form]
+    tensors = {"x": x, "x_units": FLOAT, "numbers": numbers, "scales": scales, "minima": scales}
+    tensors |= {"units": FLOAT, "bias": FLOAT, "out": HALF, "ids": LONG}
+    tensors |= {"limit": "fp32", "alpha": "fp32"}
+    base = 8 if number == "int4" else 0
+    assembly = "" if number in ("float", "e4m3") else assembly_of(number, base, dtype)
+    sizes = {"NUMBER": number, "BASE": base, "SHARED": 128 if number == "e4m3" else 1}
+    sizes |= {"IS_ONCE": number == "float", "HAS_SCALES": number != "float", "HAS_MINIMA": False}
+    sizes |= {"HAS_UNITS": form == "nvfp4", "HAS_BIAS": form == "mxfp4", "WHOLE": True}
+    sizes |= {"CHUNK": chunk, "PRECISION": "tf32", "ASSEMBLY": assembly}
+    return tensors, sizes
+
+
+@pytest.mark.parametrize("form", EXPERTS)
+@pytest.mark.parametrize("rows", [16, 128])
+def test_experts(form, rows):
+    tensors, sizes = experts_of(form, torch.bfloat16)
+    places = ("order", "block_experts", "block_firsts", "block_ends", "total")
+    tensors |= dict.fromkeys(places, INT)
+    rounds = ("here" if rows == 16 else "before") if form == "fp8 rounded" else ""
+    if rounds == "before":
+        tensors["x"] = EIGHT
+    tiles = tiles_for(rows, projection_of(form))
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    gated = {"ROWS": rows, "COLUMNS": tiles.columns, "GATE": "silu", "ALONE": False}
+    gated |= {"ROUNDS": rounds, "IS_TURNED": tiles.is_turned} | sizes
+    made = compiled(expert_kernels.expert_product, tensors, gated, **options)
+    assert ("wgmma" in made.asm["ptx"]) == (rows >= 64)
+
+
+@pytest.mark.parametrize("form", EXPERTS)
+def test_the_second_products_of_one_token(form):
+    tensors, sizes = experts_of(form, torch.bfloat16)
+    tiles = tiles_of_one(projection_of(form))
+    sizes |= {"PER_TOKEN": 8, "CHOICES": 8, "ROWS": 16, "COLUMNS": tiles.columns}
+    sizes |= {"ROUNDS": "here" if form == "fp8 rounded" else ""}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    compiled(expert_kernels.outer_of_one, tensors | {"weights": FLOAT}, sizes, **options)
 
 
 @pytest.mark.parametrize("type", [HALF, FLOAT])

@@ -17,7 +17,7 @@ from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
 from tests.models.families import tiny
 from tests.ops.triton_device import ABSENCE, IS_INTERPRETED
-from tests.runner.conftest import Elsewhere
+from tests.support.captured import Elsewhere
 from tests.support.logits import expected_logits
 from tests.support.runner_driver import PAGE, Driver, Request, greedy
 

@@ -1,5 +1,7 @@
 """Ops on states in Triton against the reference; `triton_device.py` tells where they run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -155,3 +157,41 @@ def test_a_gate_equals_the_reference(curve, dim, dtype):
     for factor in (gate, gate[:1].expand(5, dim)):
         got = triton_state.apply_gate.run(x, factor, curve)
         close(got, reference.apply_gate(x.double(), factor.double(), curve), dtype)
+
+
+@pytest.mark.parametrize("kind", ["conv", "long conv", "scan", "delta", "selective"])
+def test_states_after_each_draft_are_kept(kind):
+    """Bit for bit what a row leaves that ends there, for rows that go on and that begin anew."""
+    long = 30 if kind == "long conv" else 0
+    counts, drafts, before = (7 + long, 1, 6), (3, 0, 2), (7, 2, 0)
+    total = sum(counts)
+    if "conv" in kind:
+        inputs, shape = (apart(total, 21),), (3, 21)
+    elif kind == "selective":
+        q, k, v = (apart(total, n, seed=n) for n in (5, 5, 19))
+        inputs, shape = (q, k, v, apart(total, 19, seed=4).sigmoid()), (5, 19)
+    else:
+        inputs, shape = scan_inputs(6, 2, 5, 19, total, torch.float32), (6, 5, 19)
+    weight, bias = random(4, 21, seed=1), random(21, seed=2)
+    rate, skip = random(5, 19, seed=5).exp(), random(19, seed=6)
+
+    def run(kept, inputs, rows):
+        if "conv" in kind:
+            return triton_state.short_conv.run(*inputs, weight, bias, True, kept, rows)
+        if kind == "selective":
+            return triton_state.selective_scan.run(*inputs, rate, skip, kept, rows)
+        return triton_state.scan.run(*inputs, None, kind == "delta", kept, rows)
+
+    fresh = random(PAGES, *shape, seed=7)
+    rows = rows_of(*zip((1, 2, 3), counts, before, strict=True))
+    pages = torch.tensor([(4, 3), (7, 0), (7, 2)], dtype=torch.int32, device=DEVICE)
+    kept, plain = fresh.clone(), fresh.clone()
+    out = run(kept, inputs, replace(rows, rollback_checkpoints=pages))
+    assert torch.equal(out, run(plain, inputs, rows)) and torch.equal(kept[:4], plain[:4])
+    firsts = (0, counts[0], counts[0] + 1)
+    for row, (first, page) in enumerate(zip(firsts, (4, 7, 7), strict=True)):
+        for at in range(drafts[row]):
+            count, alone = counts[row] - drafts[row] + at, fresh.clone()
+            part = tuple(each[first : first + count] for each in inputs)
+            run(alone, part, rows_of((row + 1, count, before[row])))
+            assert torch.equal(kept[page + at], alone[row + 1]), (row, at)

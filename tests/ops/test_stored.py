@@ -7,9 +7,9 @@ import torch
 
 from banyan.base.errors import ModelError
 from banyan.ops.activation_quant import FOUR_BITS, SIZES, FourBits, Rounding
-from banyan.ops.stored import E4M3, E4M3_DYNAMIC, STORAGE_TYPES, StoredWeight, stack
+from banyan.ops.stored import E4M3, E4M3_DYNAMIC, NVFP4, STORAGE_TYPES, StoredWeight, stack
 
-OF_OTHERS = (*SIZES, E4M3, E4M3_DYNAMIC, FOUR_BITS)
+OF_OTHERS = (*SIZES, E4M3, E4M3_DYNAMIC, NVFP4, FOUR_BITS)
 STORAGE_TYPES = {name: type for name, type in STORAGE_TYPES.items() if name not in OF_OTHERS}
 BLOCKS = [name for name, storage in STORAGE_TYPES.items() if not storage.is_float]
 ADVERSARIAL = (0x00, 0x7F, 0x80, 0xFF, 0x55, 0xAA, 0x0F, 0xF0)

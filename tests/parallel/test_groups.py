@@ -1,5 +1,6 @@
 """A group of one, and places where several cannot meet."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -103,6 +104,26 @@ def test_gpus_of_several_kinds_are_refused(monkeypatch):
     nccl.check_kinds(lambda name, mine: [mine, b"B"])
     with pytest.raises(ConfigError, match=r"GPUs of several kinds: A, B\. Choose"):
         nccl.check_kinds(lambda name, mine: [mine, b"A", b"B"])
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [("file:///meet", "lo"), ("tcp://127.0.0.1:5", "lo"), ("tcp://192.0.2.1:5", None)],
+)
+def test_nccl_listens_on_loopback_alone_where_all_ranks_are_on_one_machine(
+    address, interface, monkeypatch
+):
+    def opened(config):
+        raise TimeoutError
+
+    monkeypatch.setattr("banyan.engine.model_loader.open_groups", opened)
+    for given in (None, "eth7"):
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", given or "")
+        if given is None:
+            del os.environ["NCCL_SOCKET_IFNAME"]
+        with pytest.raises(TimeoutError):
+            open_model(config_of("--tp", "2"), MODEL_CONFIG, 0, address, Phases(WallClock()))
+        assert os.environ.get("NCCL_SOCKET_IFNAME") == (given or interface)
 
 
 def test_a_rank_waits_for_the_others_as_long_as_the_limit(monkeypatch):

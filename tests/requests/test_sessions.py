@@ -69,6 +69,28 @@ def test_replacing_forgets_what_came_later(sessions):
         turn(sessions, [1], [], "d", rid="b")
 
 
+def test_a_streaming_session_appends_one_turn_at_a_time(sessions):
+    sessions.open(12, "live", is_streaming=True)
+    body = {"session_params": {"id": "live"}}
+    first = begin(sessions, {"input_ids": [1, 2], **body})
+    with pytest.raises(RequestError, match="has not ended"):
+        begin(sessions, {"input_ids": [3], **body})
+    first.keep([5])
+    first.end()
+    failed = begin(sessions, {"input_ids": [7], **body})
+    assert failed.body["input_ids"] == [1, 2, 5, 7]
+    failed.end()  # without an answer, so the next turn goes on from the first
+    for given, text in (
+        ({"input_ids": [9] * 10, **body}, "has 13 tokens"),
+        ({"input_ids": [9], "session_params": {"id": "live", "offset": 1}}, "has only id"),
+        ({"input_ids": [9], "session_params": {"id": "live", "rid": "x"}}, "has only id"),
+    ):
+        with pytest.raises(RequestError, match=text):
+            begin(sessions, given)
+    last = begin(sessions, {"input_ids": [8], **body})
+    assert last.body["input_ids"] == [1, 2, 5, 8]
+
+
 def test_a_turn_that_has_not_ended_cannot_be_gone_on_from(sessions):
     begin(sessions, {"input_ids": [4], "rid": "b", "session_params": {"id": "s", "rid": "a"}})
     with pytest.raises(RequestError, match="no finished turn"):

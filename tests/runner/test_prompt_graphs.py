@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.runner.conftest import Elsewhere, build_runner
+from tests.runner.conftest import build_runner
+from tests.support.captured import Elsewhere
 from tests.support.runner_driver import Driver, Request, greedy
 
 SIZES = (16, 48, 64)

@@ -1,6 +1,7 @@
 """/generate over HTTP: whole, cumulative and batched answers, and its errors."""
 
 import json
+from dataclasses import replace
 
 import httpx
 
@@ -96,3 +97,23 @@ def test_an_open_session_cannot_be_opened_again(http: httpx.Client) -> None:
     assert http.post("/open_session", json=body).status_code == 400
     assert http.get("/close_session", params={"session_id": "mine"}).status_code == 200
     assert http.post("/open_session", json=body | {"streaming": True}).status_code == 400
+
+
+def test_a_streaming_session_needs_its_flag_and_only_appends(
+    site: Site, http: httpx.Client
+) -> None:
+    body = {"capacity_of_str_len": 100, "session_id": "live", "streaming": True}
+    refused = http.post("/open_session", json=body)
+    assert refused.status_code == 400 and "--enable-streaming-session" in refused.text
+    config = site.state.config
+    site.state.config = replace(config, server=replace(config.server, streaming_sessions=True))
+    try:
+        assert http.post("/open_session", json=body).json() == "live"
+        params = {"id": "live"}
+        first = post(http, session_params=params).json()["output_ids"]
+        earlier = site.generator.asked[-1].prompt + first
+        assert post(http, session_params=params, sampling_params={"n": 2}).status_code == 400
+        stream(http, text="cd", session_params=params)
+        assert site.generator.asked[-1].prompt == earlier + site.tokenizer.encode("cd")
+    finally:
+        site.state.config = config

@@ -24,7 +24,7 @@ class Elsewhere(CpuPlatform):
     def __init__(self, counts: Sequence[DPAttentionRows] = ()) -> None:
         super().__init__()
         self._counts = counts
-        self.traits = replace(self.traits, is_host=False, programs=BY_SHAPE)
+        self.traits = replace(self.traits, is_host=False, programs=BY_SHAPE, rolls_back=True)
         self.replays = 0
 
     def capture(self, work: Callable[[], None]) -> "Elsewhere.Replay":

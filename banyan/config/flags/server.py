@@ -191,6 +191,14 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_incremental_output_gives_each_token_once",
     ),
     Flag(
+        "enable-streaming-session",
+        "server.streaming_sessions",
+        "allow streaming sessions (POST /open_session): each turn goes on from the latest one",
+        kind=SWITCH,
+        documented=False,
+        proof="tests/server/test_sglang.py::test_a_streaming_session_needs_its_flag_and_only_appends",
+    ),
+    Flag(
         "tokenizer-mode",
         "server.tokenizer_mode",
         "slow = read tokenizer.model, tekken.json, or vocab.json with merges.txt even if there is "

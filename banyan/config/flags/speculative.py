@@ -131,7 +131,7 @@ FLAGS = (
             Elsewhere(
                 "pt npcache bitsandbytes sharded_state presharded mistral flash_rl remote "
                 "remote_instance fastsafetensors instanttensor expert_pack private runai_streamer",
-                "weights are read from safetensors and GGUF files only",
+                "draft weights are read from safetensors, GGUF and torch files",
                 "convert them to safetensors, or use a GGUF file",
             ),
         ),

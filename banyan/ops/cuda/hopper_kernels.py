@@ -103,7 +103,8 @@ def step(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Logits of a block, while the weights of the one before meet its values."""
-    best, total, weight, result, stage, phase = state
+    best, total, wide, result, stage, phase = state
+    weight = gl.convert_layout(wide.to(query.dtype), gl.DotOperandLayout(0, RESULTS, 2))
     v_stage, v_phase = stage, phase
     stage += 1
     if stage == STAGES:
@@ -129,8 +130,7 @@ def step(
     if IS_MASKED:
         blank_values(v_room, v_full, stage, phase, begin, edges_of, KEYS)
     result = result * gl.convert_layout(kept, gl.SliceLayout(1, RESULTS))[:, None]
-    weight = gl.convert_layout(wide.to(query.dtype), gl.DotOperandLayout(0, RESULTS, 2))
-    return best, total, weight, result, stage, phase
+    return best, total, wide, result, stage, phase
 
 
 @gluon.jit
@@ -176,8 +176,7 @@ def attend_half(
         logit, best, total, begin, edges_of, position, position, factor, window, True, LOGITS, KEYS
     )
     blank_values(v_room, v_full, 0, 0, begin, edges_of, KEYS)
-    weight = gl.convert_layout(wide.to(q.dtype.element_ty), gl.DotOperandLayout(0, RESULTS, 2))
-    state = best, total, weight, gl.zeros([64, HEAD_DIM], gl.float32, RESULTS), 0, 0
+    state = best, total, wide, gl.zeros([64, HEAD_DIM], gl.float32, RESULTS), 0, 0
     for block in range(1, edges):
         state = step(
             state, query, k_room, v_room, k_full, v_full, k_free, v_free, block, span, edges_of,
@@ -188,7 +187,8 @@ def attend_half(
             state, query, k_room, v_room, k_full, v_full, k_free, v_free, block, span, edges_of,
             position, position, factor, window, False, LOGITS, RESULTS, KEYS, STAGES,
         )  # fmt: skip
-    best, total, weight, result, stage, phase = state
+    best, total, wide, result, stage, phase = state
+    weight = gl.convert_layout(wide.to(query.dtype), gl.DotOperandLayout(0, RESULTS, 2))
     mbarrier.wait(v_full.index(stage), phase)
     result = warpgroup_mma(weight, v_room.index(stage), result, is_async=True)
     result = warpgroup_mma_wait(0, deps=(result,))

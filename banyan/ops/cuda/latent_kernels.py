@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from banyan.ops.cuda.attention_kernels import row_of
+from banyan.ops.cuda.branch_kernels import length_of, owner_of, places_of
 
 
 @triton.jit
@@ -29,20 +30,6 @@ def write_latents(
     values = tl.load(key + token * key_token + at, mask=at < rope_dim)
     place = key_pages + page * key_page + inside * key_inside
     tl.store(place + at, values.to(key_pages.dtype.element_ty), mask=at < rope_dim)
-
-
-@triton.jit
-def _owner_of(row_starts, rows, token):
-    """The row of a token."""
-    low: tl.int32 = 0
-    high: tl.int32 = rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(row_starts + middle) <= token:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @triton.jit
@@ -72,14 +59,36 @@ def _is_chosen(chosen, own, is_query, key, is_key, chosen_token):
 
 
 @triton.jit
+def _stored_at(tables, path, key, is_key, HAS_PATHS: tl.constexpr, PAGE: tl.constexpr):
+    """Page and place inside it of some positions."""
+    place = key
+    if HAS_PATHS:
+        place = places_of(path, key, is_key)
+    return tl.load(tables + place // PAGE, mask=is_key, other=0).to(tl.int64), place % PAGE
+
+
+@triton.jit
+def _see(best, total, result, logit, latent, PRECISION: tl.constexpr):
+    """The softmax state after more keys."""
+    larger = tl.maximum(best, tl.max(logit, 1))
+    base = tl.where(larger == float("-inf"), 0.0, larger)
+    weight, kept = tl.exp(logit - base[:, None]), tl.exp(best - base)
+    total = total * kept + tl.sum(weight, 1)
+    result = result * kept[:, None]
+    result = tl.dot(weight.to(latent.dtype), latent, result, input_precision=PRECISION)
+    return larger, total, result
+
+
+@triton.jit
 def attend_latents(
     q, q_turned, latent_pages, key_pages, page_tables, row_starts, context_lengths, chosen,
     out, sums, scale, first_position, rows, heads, rank, rope_dim, parts,
     q_token, q_head, turned_token, turned_head, latent_page, latent_inside, key_page, key_inside,
-    table_row, chosen_token, out_token, out_head, out_part, sums_part,
-    HAS_CHOSEN: tl.constexpr, IS_DIVIDED: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr, GROUP: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+    table_row, chosen_token, out_token, out_head, out_part, sums_part, paths, path_token,
+    HAS_PATHS: tl.constexpr, HAS_CHOSEN: tl.constexpr, IS_DIVIDED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of a block of queries. out: [parts, tokens, heads, rank]; sums: [parts,
     tokens, heads] fp32, the logarithm of the part's sum of weights if there are several parts."""
@@ -92,6 +101,9 @@ def attend_latents(
         return
     context = tl.load(context_lengths + row)
     length = context + tl.minimum(first + PER_BLOCK, count)
+    path = paths + (start + first).to(tl.int64) * path_token
+    if HAS_PATHS:
+        length = length_of(path, length)
     begin, end = first_position // LEAST * LEAST, length
     if IS_DIVIDED:
         share = _share_of(first_position, length, parts, LEAST)
@@ -103,6 +115,8 @@ def attend_latents(
     token, head = first + at // GROUP, head_block * GROUP + at % GROUP
     is_query = (at < PER_BLOCK * GROUP) & (token < count) & (head < heads)
     position = context + token
+    if HAS_PATHS:
+        position = length - 1 + tl.zeros([BLOCK], tl.int32)
     own = (start + token).to(tl.int64)
     dims, turns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_T)
     is_dim, is_turn = dims < rank, turns < rope_dim
@@ -116,8 +130,7 @@ def attend_latents(
     for here in range(begin, end, KEYS):
         key = here + tl.arange(0, KEYS)
         is_key = (key >= first_position) & (key < end)
-        page = tl.load(tables + key // PAGE, mask=is_key, other=0).to(tl.int64)
-        inside = key % PAGE
+        page, inside = _stored_at(tables, path, key, is_key, HAS_PATHS, PAGE)
         k = _lines(key_pages, page * key_page + inside * key_inside, is_key, turns, is_turn)
         latent_at = page * latent_page + inside * latent_inside
         latent = _lines(latent_pages, latent_at, is_key, dims, is_dim).to(query.dtype)
@@ -127,14 +140,7 @@ def attend_latents(
         if HAS_CHOSEN:
             is_seen &= _is_chosen(chosen, own, is_query, key, is_key, chosen_token)
         logit = tl.where(is_seen, logit, float("-inf"))
-        larger = tl.maximum(best, tl.max(logit, 1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        weight = tl.exp(logit - base[:, None])
-        kept = tl.exp(best - base)
-        total = total * kept + tl.sum(weight, 1)
-        result = result * kept[:, None]
-        result = tl.dot(weight.to(query.dtype), latent, result, input_precision=PRECISION)
-        best = larger
+        best, total, result = _see(best, total, result, logit, latent, PRECISION)
     result = result / tl.where(total > 0, total, 1.0)[:, None]
     place = out + part.to(tl.int64) * out_part + own[:, None] * out_token + head[:, None] * out_head
     is_out = is_query[:, None] & is_dim[None, :]
@@ -147,16 +153,19 @@ def attend_latents(
 @triton.jit
 def join_parts(
     found, sums, out, row_starts, context_lengths, first_position, rows, heads, rank, parts,
-    found_token, found_head, found_part, sums_part, out_token, out_head,
-    PARTS: tl.constexpr, BLOCK_R: tl.constexpr, PER_BLOCK: tl.constexpr, LEAST: tl.constexpr,
+    found_token, found_head, found_part, sums_part, out_token, out_head, paths, path_token,
+    HAS_PATHS: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, PER_BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     """One token and head: the average of the parts' results, weighted by their sums."""
     token, head = tl.program_id(0), tl.program_id(1)
-    row = _owner_of(row_starts, rows, token)
+    row = owner_of(row_starts, rows, token)
     start = tl.load(row_starts + row)
     count = tl.load(row_starts + row + 1) - start
     first = (token - start) // PER_BLOCK * PER_BLOCK
     length = tl.load(context_lengths + row) + tl.minimum(first + PER_BLOCK, count)
+    if HAS_PATHS:
+        length = length_of(paths + token.to(tl.int64) * path_token, length)
     share = _share_of(first_position, length, parts, LEAST)
     used = tl.cdiv(length - first_position // LEAST * LEAST, share)
     at = tl.arange(0, PARTS)
@@ -186,15 +195,18 @@ def score_positions(
     q, q_turned, weights, key_pages, turned_pages, page_tables, row_starts, context_lengths, scores,
     first_token, first_position, rows, heads, width, rope_dim, top, parts,
     q_token, q_head, turned_token, turned_head, weights_token, key_page, key_inside, turned_page,
-    turned_inside, table_row, scores_token,
-    PAGE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    turned_inside, table_row, scores_token, paths, path_token,
+    HAS_PATHS: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The indexer's score of every position up to a token's own: each `parts`-th block of keys.
     Nothing is stored for tokens that read all of them. scores: [tokens of the launch, any] fp32."""
     token, part = first_token + tl.program_id(0), tl.program_id(1)
-    row = _owner_of(row_starts, rows, token)
+    row = owner_of(row_starts, rows, token)
     length = tl.load(context_lengths + row) + token - tl.load(row_starts + row) + 1
+    path = paths + token.to(tl.int64) * path_token
+    if HAS_PATHS:
+        length = length_of(path, length)
     if length - first_position <= top:
         return
     own, head = token.to(tl.int64), tl.arange(0, HEADS)
@@ -209,8 +221,7 @@ def score_positions(
     for here in range(part * KEYS, length, parts * KEYS):
         key = here + tl.arange(0, KEYS)
         is_key = (key >= first_position) & (key < length)
-        page = tl.load(tables + key // PAGE, mask=is_key, other=0).to(tl.int64)
-        inside = key % PAGE
+        page, inside = _stored_at(tables, path, key, is_key, HAS_PATHS, PAGE)
         k = _lines(key_pages, page * key_page + inside * key_inside, is_key, dims, is_dim)
         turned_key_at = page * turned_page + inside * turned_inside
         k_turned = _lines(turned_pages, turned_key_at, is_key, turns, is_turn)
@@ -231,13 +242,15 @@ def _ranks_of(scores, key, length):
 @triton.jit
 def choose_best(
     scores, chosen, row_starts, context_lengths, first_token, first_position, rows, top,
-    scores_token, chosen_token, TILE: tl.constexpr,
+    scores_token, chosen_token, paths, path_token, HAS_PATHS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The bits of the `top` best positions of a token, lower positions first among equals. The
     lowest rank that is chosen is found by halving."""
     token = first_token + tl.program_id(0)
-    row = _owner_of(row_starts, rows, token)
+    row = owner_of(row_starts, rows, token)
     length = tl.load(context_lengths + row) + token - tl.load(row_starts + row) + 1
+    if HAS_PATHS:
+        length = length_of(paths + token.to(tl.int64) * path_token, length)
     own = scores + tl.program_id(0).to(tl.int64) * scores_token
     words = chosen + token.to(tl.int64) * chosen_token
     at = tl.arange(0, TILE)

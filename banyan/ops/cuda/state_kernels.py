@@ -18,10 +18,11 @@ def _is_new(context_lengths, row):
 
 @triton.jit
 def _shift(
-    x, last_inputs, place, start, count, channel, is_channel, is_new, x_token, state_tap,
+    x, last_inputs, place, target, start, count, channel, is_channel, is_new, x_token, state_tap,
     TAPS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Store the newest TAPS − 1 inputs of a row. place: of its state."""
+    """Store the newest TAPS − 1 inputs after `count` tokens of a row. place, target: of its state
+    before and after them."""
     kept = tl.arange(0, KEPT)
     source = kept + count - (TAPS - 1)  # among the row's tokens of this step; before them < 0
     is_kept = (kept < TAPS - 1)[:, None] & is_channel[None, :]
@@ -32,15 +33,36 @@ def _shift(
     is_old = is_kept & (source < 0)[:, None] & (is_new == 0)
     moved = tl.load(last_inputs + older, mask=is_old, other=0.0)
     tl.debug_barrier()  # other threads have read what is overwritten now
-    target = last_inputs + place + kept[:, None] * state_tap + channel[None, :]
-    tl.store(target, given + moved, mask=is_kept)
+    stored = last_inputs + target + kept[:, None] * state_tap + channel[None, :]
+    tl.store(stored, given + moved, mask=is_kept)
+
+
+@triton.jit
+def _move_on(
+    x, last_inputs, place, start, count, channel, is_channel, is_new, x_token, state_page,
+    state_tap, checkpoints, HAS_CHECKPOINTS: tl.constexpr, TAPS: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Store a row's state after its tokens, and after each of the drafts among them. checkpoints:
+    of the row, a first page and a number of pages."""
+    if HAS_CHECKPOINTS:
+        first, drafts = tl.load(checkpoints).to(tl.int64), tl.load(checkpoints + 1)
+        for at in range(0, drafts):
+            _shift(
+                x, last_inputs, place, (first + at) * state_page, start, count - drafts + at,
+                channel, is_channel, is_new, x_token, state_tap, TAPS, KEPT,
+            )  # fmt: skip
+    _shift(
+        x, last_inputs, place, place, start, count, channel, is_channel, is_new, x_token,
+        state_tap, TAPS, KEPT,
+    )  # fmt: skip
 
 
 @triton.jit
 def convolve(
-    x, weight, bias, out, last_inputs, pages, row_starts, context_lengths, rows, channels,
-    x_token, weight_tap, state_page, state_tap, pages_row,
-    HAS_BIAS: tl.constexpr, HAS_SILU: tl.constexpr, TAPS: tl.constexpr, KEPT: tl.constexpr,
+    x, weight, bias, out, last_inputs, pages, row_starts, context_lengths, checkpoints, rows,
+    channels, x_token, weight_tap, state_page, state_tap, pages_row,
+    HAS_CHECKPOINTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SILU: tl.constexpr,
+    TAPS: tl.constexpr, KEPT: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Some channels of TOKENS tokens of a row; or of a whole row, whose state it then moves on."""
@@ -78,16 +100,17 @@ def convolve(
         at = (start + token).to(tl.int64)[:, None] * channels + channel[None, :]
         tl.store(out + at, total.to(out.dtype.element_ty), mask=is_there)
     if IS_WHOLE:
-        _shift(
-            x, last_inputs, place, start, count, channel, is_channel, is_new, x_token, state_tap,
-            TAPS, KEPT,
+        _move_on(
+            x, last_inputs, place, start, count, channel, is_channel, is_new, x_token, state_page,
+            state_tap, checkpoints + 2 * row, HAS_CHECKPOINTS, TAPS, KEPT,
         )  # fmt: skip
 
 
 @triton.jit
 def shift_inputs(
-    x, last_inputs, pages, row_starts, context_lengths, channels, x_token, state_page, state_tap,
-    pages_row, TAPS: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
+    x, last_inputs, pages, row_starts, context_lengths, checkpoints, channels, x_token, state_page,
+    state_tap, pages_row, HAS_CHECKPOINTS: tl.constexpr, TAPS: tl.constexpr, KEPT: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Some channels of a row: move its state on, after `convolve` has run."""
     row = tl.program_id(0)
@@ -98,9 +121,9 @@ def shift_inputs(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     place = tl.load(pages + row * pages_row).to(tl.int64) * state_page
     is_new = _is_new(context_lengths, row)
-    _shift(
+    _move_on(
         x, last_inputs, place, start, count, channel, channel < channels, is_new, x_token,
-        state_tap, TAPS, KEPT,
+        state_page, state_tap, checkpoints + 2 * row, HAS_CHECKPOINTS, TAPS, KEPT,
     )  # fmt: skip
 
 
@@ -147,16 +170,26 @@ def gate_rows(
 
 
 @triton.jit
+def _keep(states, place, state, is_state, state_page, token, end, checkpoint, drafts):
+    """Store the state after a token, if the tokens after it are all drafts. place: of the state in
+    its page; checkpoint: the page after the first draft's past."""
+    at = token - (end - 1 - drafts)
+    target = states + (checkpoint + at) * state_page + place
+    tl.store(target, state, mask=is_state & (at >= 0) & (at < drafts))
+
+
+@triton.jit
 def _numbers(base, at, is_there):
     return tl.load(base + at, mask=is_there, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def scan_rows(
-    q, k, v, kept, strength, skip, out, states, pages, row_starts, context_lengths,
+    q, k, v, kept, strength, skip, out, states, pages, row_starts, context_lengths, checkpoints,
     q_token, q_head, k_token, k_head, v_token, v_head, kept_token, kept_head, strength_token,
     state_page, state_head, state_key, pages_row, heads, shared, key_dim, value_dim,
-    HAS_DELTA: tl.constexpr, HAS_SKIP: tl.constexpr, BY_KEY: tl.constexpr, KEYS: tl.constexpr,
+    HAS_CHECKPOINTS: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_SKIP: tl.constexpr,
+    BY_KEY: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
     """Some value dimensions of one head of a row: `Ops.scan`. Each token's numbers are loaded while
@@ -168,8 +201,12 @@ def scan_rows(
     dims, at = tl.arange(0, KEYS), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     is_dim, is_value = dims < key_dim, at < value_dim
     is_state = is_dim[:, None] & is_value[None, :]
-    place = tl.load(pages + row * pages_row).to(tl.int64) * state_page + head * state_head
-    place = states + place + dims[:, None] * state_key + at[None, :]
+    inside = head * state_head + dims[:, None] * state_key + at[None, :]
+    place = states + tl.load(pages + row * pages_row).to(tl.int64) * state_page + inside
+    checkpoint, drafts = tl.full([], 0, tl.int64), 0
+    if HAS_CHECKPOINTS:
+        checkpoint = tl.load(checkpoints + 2 * row).to(tl.int64)
+        drafts = tl.load(checkpoints + 2 * row + 1)
     is_new = _is_new(context_lengths, row)
     state = tl.load(place, mask=is_state & (is_new == 0), other=0.0)
     key_head = head // shared
@@ -206,15 +243,17 @@ def scan_rows(
             read += factor * value
         tl.store(out_at, read.to(out.dtype.element_ty), mask=is_value)
         out_at += heads * value_dim
+        if HAS_CHECKPOINTS:
+            _keep(states, inside, state, is_state, state_page, token, end, checkpoint, drafts)
         query, key, value, force, left = next_query, next_key, next_value, next_force, next_left
     tl.store(place, state, mask=is_state)
 
 
 @triton.jit
 def scan_channels(
-    q, k, v, step, rate, skip, out, states, pages, row_starts, context_lengths,
+    q, k, v, step, rate, skip, out, states, pages, row_starts, context_lengths, checkpoints,
     q_token, k_token, v_token, step_token, rate_key, state_page, state_key, pages_row, key_dim,
-    channels, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
+    channels, HAS_CHECKPOINTS: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Some channels of a row: `Ops.selective_scan`. Loads as in `scan_rows`."""
     row = tl.program_id(1)
@@ -224,8 +263,12 @@ def scan_channels(
     dims, at = tl.arange(0, KEYS), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_dim, is_channel = dims < key_dim, at < channels
     is_state = is_dim[:, None] & is_channel[None, :]
-    place = tl.load(pages + row * pages_row).to(tl.int64) * state_page
-    place = states + place + dims[:, None] * state_key + at[None, :]
+    inside = dims[:, None] * state_key + at[None, :]
+    place = states + tl.load(pages + row * pages_row).to(tl.int64) * state_page + inside
+    checkpoint, drafts = tl.full([], 0, tl.int64), 0
+    if HAS_CHECKPOINTS:
+        checkpoint = tl.load(checkpoints + 2 * row).to(tl.int64)
+        drafts = tl.load(checkpoints + 2 * row + 1)
     is_new = _is_new(context_lengths, row)
     state = tl.load(place, mask=is_state & (is_new == 0), other=0.0)
     rates = tl.load(rate + dims[:, None] * rate_key + at[None, :], mask=is_state, other=0.0)
@@ -247,5 +290,7 @@ def scan_channels(
         read = tl.sum(query[:, None] * state, 0) + factor * value
         tl.store(out_at, read.to(out.dtype.element_ty), mask=is_channel)
         out_at += channels
+        if HAS_CHECKPOINTS:
+            _keep(states, inside, state, is_state, state_page, token, end, checkpoint, drafts)
         query, key, value, moved = next_query, next_key, next_value, next_moved
     tl.store(place, state, mask=is_state)

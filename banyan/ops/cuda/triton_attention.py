@@ -150,9 +150,11 @@ def _paged_attention(
     soft_cap: float,
     sinks: Tensor | None = None,
     unit: float = 1.0,
+    paths: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    numbers = (scale, soft_cap, unit)
     scale = scale * unit if soft_cap else scale * unit * LOG2_E
     tensors = (q, k_pages, v_pages, page_tables, context_lengths, out, sinks)
     call = PagedCall(*tensors, (scale, soft_cap, unit), window, ends)
@@ -160,6 +162,11 @@ def _paged_attention(
         attend_one(call)
     else:
         attend_many(call, row_starts)
+    if paths is not None:
+        from banyan.ops.cuda.branch_kernels import enter_branches
+
+        pages = (k_pages, v_pages)
+        enter_branches(out, q, pages, page_tables, row_starts, paths, numbers, window, sinks)
     return out
 
 

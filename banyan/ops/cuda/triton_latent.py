@@ -68,6 +68,7 @@ def _latent_attention(
     scale: float,
     chosen: Tensor | None = None,
     first: int = 0,
+    paths: Tensor | None = None,
 ) -> Tensor:
     from banyan.ops.cuda.latent_kernels import attend_latents, join_parts
 
@@ -79,7 +80,8 @@ def _latent_attention(
     assert q.stride(2) == q_turned.stride(2) == 1, f"{q.stride()} {q_turned.stride()}"
     block, keys, warps, stages = _sizes(tokens == rows, heads, q.dtype)
     group = min(heads, block)
-    per_block, head_blocks = block // group, -(-heads // group)
+    # Tokens of a draft tree see different places.
+    per_block, head_blocks = block // group if paths is None else 1, -(-heads // group)
     most = page_tables.shape[1] * page_size
     parts = _parts(-(-tokens // per_block) * head_blocks, most)
     found, sums = out.unsqueeze(0), context_lengths
@@ -117,6 +119,8 @@ def _latent_attention(
         found.stride(2),
         found.stride(0),
         tokens * heads,
+        *_path_of(paths, row_starts),
+        HAS_PATHS=paths is not None,
         HAS_CHOSEN=chosen is not None,
         IS_DIVIDED=parts > 1,
         PAGE=page_size,
@@ -146,6 +150,8 @@ def _latent_attention(
             found.stride(0),
             tokens * heads,
             *out.stride()[:2],
+            *_path_of(paths, row_starts),
+            HAS_PATHS=paths is not None,
             PARTS=parts,
             **widths,
             num_warps=1 if rank <= 128 else 2,
@@ -164,6 +170,7 @@ def _choose_positions(
     context_lengths: Tensor,
     top: int,
     first: int = 0,
+    paths: Tensor | None = None,
 ) -> Tensor:
     from banyan.ops.cuda.latent_kernels import choose_best, score_positions
 
@@ -203,6 +210,8 @@ def _choose_positions(
             *turned_pages.stride()[:2],
             page_tables.stride(0),
             scores.stride(0),
+            *_path_of(paths, row_starts),
+            HAS_PATHS=paths is not None,
             PAGE=page_size,
             BLOCK_D=power_of_two(width, LEAST_BLOCK),
             BLOCK_T=power_of_two(rope_dim, LEAST_BLOCK),
@@ -221,10 +230,17 @@ def _choose_positions(
             top,
             scores.stride(0),
             chosen.stride(0),
+            *_path_of(paths, row_starts),
+            HAS_PATHS=paths is not None,
             TILE=_TILE,
             num_warps=4,
         )
     return chosen
+
+
+def _path_of(paths: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
+    """A kernel's arguments of paths; other: a pointer that is not read."""
+    return (other, 0) if paths is None else (paths, paths.stride(0))
 
 
 def _sizes(is_decode: bool, heads: int, dtype: torch.dtype) -> tuple[int, int, int, int]:

@@ -17,8 +17,6 @@ _BLOCK = 1024
 _CURVES = {"": 0, "silu": 1, "sigmoid": 2, "relu": 3}
 _CHANNELS, _TOKENS = 128, 32
 """A program of a convolution: channels, and tokens of long rows."""
-_FEW = 4
-"""Tokens per row up to which a program convolves whole rows."""
 _STATE, _MOST_VALUES, _WARPS = 1024, 8, 1
 """Numbers of a state in a program, the most value dimensions of them, and warps: one warp reduces
 them without waiting for another."""
@@ -63,9 +61,11 @@ def _decay_gates(
     return step, kept
 
 
-def _where(rows: StateRows) -> tuple[Tensor, Tensor, Tensor]:
-    assert rows.rollback_checkpoints is None, "no kernel stores states for a rollback"
-    return rows.pages, rows.row_starts, rows.context_lengths
+def _where(rows: StateRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A kernel's pointers of rows; without checkpoints it does not read the last one."""
+    checkpoints = rows.rollback_checkpoints
+    lengths = (rows.row_starts, rows.context_lengths)
+    return rows.pages, *lengths, rows.pages if checkpoints is None else checkpoints
 
 
 def _short_conv(
@@ -83,10 +83,16 @@ def _short_conv(
     if not tokens:
         return out
     assert x.stride(1) == 1, f"{x.stride()}"
-    where, is_whole = _where(rows), tokens <= _FEW * count
+    where, is_whole = _where(rows), tokens <= count
     block = min(_CHANNELS, power_of_two(channels))
     parts = -(-channels // block)
-    sizes = {"TAPS": taps, "KEPT": power_of_two(taps), "CHANNELS": block}
+    has_checkpoints = rows.rollback_checkpoints is not None
+    sizes = {
+        "HAS_CHECKPOINTS": has_checkpoints,
+        "TAPS": taps,
+        "KEPT": power_of_two(taps),
+        "CHANNELS": block,
+    }
     strides = (*last_inputs.stride()[:2], rows.pages.stride(0))
     blocks = count if is_whole else tokens // _TOKENS + count
     convolve[(blocks, parts)](
@@ -156,6 +162,7 @@ def _scan(
         heads // key_heads,
         key_dim,
         value_dim,
+        HAS_CHECKPOINTS=rows.rollback_checkpoints is not None,
         HAS_DELTA=has_delta,
         HAS_SKIP=skip is not None,
         BY_KEY=kept.dim() == 3,
@@ -204,6 +211,7 @@ def _selective_scan(
         rows.pages.stride(0),
         key_dim,
         channels,
+        HAS_CHECKPOINTS=rows.rollback_checkpoints is not None,
         KEYS=keys,
         CHANNELS=block,
         num_warps=1,

@@ -6,6 +6,7 @@ import msgspec
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.requests.generate_request import NativeRequest
 from banyan.requests.generate_response import NativeService, NativeSettings
 from banyan.requests.sampling_params import Limits, merged
 from banyan.server.errors import Json
@@ -51,10 +52,22 @@ async def generate(exchange: HttpExchange, state: ServerState) -> None:
     turn = await state.sessions.begin(
         body, service.tokenizer, service.limits, exchange.context.tenant
     )
-    asked = body if turn is None else turn.body
-    request = await native.read(asked, exchange.context, size)
-    if turn is not None and len(request.sequences) > 1:
-        raise RequestError("A turn of a session has one answer.", param="n")
+    if turn is None:
+        await _answer(exchange, state, native, await native.read(body, exchange.context, size))
+        return
+    try:
+        request = await native.read(turn.body, exchange.context, size)
+        if len(request.sequences) > 1:
+            raise RequestError("A turn of a session has one answer.", param="n")
+        turn.keep(await _answer(exchange, state, native, request))
+    finally:
+        turn.end()
+
+
+async def _answer(
+    exchange: HttpExchange, state: ServerState, native: NativeService, request: NativeRequest
+) -> list[int]:
+    """Answer a request; returns the tokens of one with one sequence."""
     for name, why in merged(s.not_honoured for s in request.sequences).items():
         exchange.context.warn_or_refuse(name, why)
     output: list[int] = []
@@ -72,8 +85,7 @@ async def generate(exchange: HttpExchange, state: ServerState) -> None:
                     output = output + new if native.settings.incremental else new
                     await exchange.event(answer)
             await exchange.end_events()
-    if turn is not None:
-        turn.keep(output)
+    return output
 
 
 def output_of(answer: object) -> list[int]:
@@ -86,15 +98,20 @@ async def open_session(exchange: HttpExchange, state: ServerState) -> None:
     """Answers with the session's id as a JSON string."""
     state.admit()
     asked = typed(await exchange.request.optional_object(), OpenSession)
-    if asked.streaming:
+    if asked.streaming and not state.config.server.streaming_sessions:
         raise RequestError(
-            "streaming sessions are not available in this build",
+            "This server has no streaming sessions.",
             param="streaming",
             code="not_available",
-            hint="Name the turn to go on from in session_params.rid.",
+            hint="Start it with --enable-streaming-session, or name the turn to go on from in "
+            "session_params.rid.",
         )
     found = state.sessions.open(
-        asked.capacity_of_str_len, asked.session_id, asked.timeout, exchange.context.tenant
+        asked.capacity_of_str_len,
+        asked.session_id,
+        asked.timeout,
+        exchange.context.tenant,
+        bool(asked.streaming),
     )
     await exchange.json(found)
 

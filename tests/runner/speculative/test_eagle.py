@@ -20,6 +20,7 @@ from banyan.models.eagle import EagleLM
 from banyan.models.weights.draft_models import load_eagle, load_mtp_layer, restrict_head
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
+from banyan.platform.base import Platform
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner
 from banyan.runner.runner_config import RunnerConfig
@@ -37,6 +38,7 @@ from tests.models.drafting import (
 )
 from tests.models.families import rewrite_config
 from tests.runner.speculative.test_standalone import drafted_loop
+from tests.support.captured import Elsewhere, SampledInTensors
 from tests.support.runner_driver import PAGE, Driver, Request, greedy, ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,6 +56,7 @@ def runner_of(
     tokens: tuple[int, ...] = (),
     tree: tuple[int, ...] = (),
     slots: int = 4,
+    platform: Platform | None = None,
 ) -> ModelRunner:
     """tree: tokens that follow one, and levels, of drafts that branch."""
     model_config = read_model_config(str(folder))
@@ -67,7 +70,7 @@ def runner_of(
             toolkit=toolkit,
             page_size=PAGE,
         )
-        return Build(ops)
+        return Build(ops if platform is None else SampledInTensors(ops))
 
     build = mine = build_of(model_config)
     groups = [GroupLayout(FULL, 0, PAGE, NUM_PAGES)]
@@ -78,6 +81,8 @@ def runner_of(
         max_tokens=12 * slots if is_recorded else 0,
         draft_room=4 * slots,
         branching=tree[1] + 1 if tree else 0,
+        shapes=() if platform is None else (1, 4),
+        verified=0 if platform is None else 4,
     )
     model = load_model(model_config, build)
     if (folder / EAGLE).exists():
@@ -98,7 +103,7 @@ def runner_of(
         return HiddenDrafter(draft_runner, Grower(draft_runner, *tree) if tree else None)
 
     runner = ModelRunner(
-        *(model, build, sizes),
+        *(model, build, sizes, platform),
         open_drafter=open_drafter,
         draft=DraftModel(ahead, mine, ahead),
     )
@@ -110,10 +115,12 @@ def runner_of(
 
 
 @pytest.mark.parametrize("variant", ["qwen3 next", "qwen3.5", "qwen3.5 moe"])
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_states_go_back_behind_drafts_that_do_not_stand(tmp_path, variant, is_recorded):
+@pytest.mark.parametrize("how", ["eager", "recorded", "captured"])
+def test_states_go_back_behind_drafts_that_do_not_stand(tmp_path, variant, how):
     plain, accepted, refused = tiny_next(variant, tmp_path, noise=0.15), 0, 0
-    runner = runner_of(tmp_path, is_recorded)
+    platform = Elsewhere() if how == "captured" else None
+    runner = runner_of(tmp_path, how == "recorded", platform=platform)
+    assert runner.forward.how == how
     assert runner.abilities.goes_back
     for seed, (length, chunk) in enumerate([(1, 1000), (30, 7), (40, 16)]):
         prompt = prompt_of(length, seed)

@@ -13,6 +13,7 @@ from banyan.runner.draft_trees import Branches
 from banyan.runner.speculative.tree_growth import Growing, Ways, row_of
 from tests.models.drafting import PlainMTP, PlainTree, tiny_eagle
 from tests.runner.speculative.test_eagle import EAGLE, pair, prompt_of, runner_of
+from tests.support.captured import Elsewhere
 from tests.support.runner_driver import Driver, Request, greedy
 
 __all__ = ["pair"]
@@ -101,6 +102,18 @@ def test_each_step_grows_and_accepts_what_a_plain_loop_does(
         branched += sum(not is_chain(parents) for (_, parents), _ in given)
         runner.launch(loop.driver.plan(leaves=[request.slot])).result()
     assert accepted > 10 and branched > 5
+
+
+def test_a_device_that_has_the_lengths_grows_and_accepts_the_same(pair):
+    plain, folder = pair
+    runner = runner_of(folder, False, tree=(4, 5), platform=Elsewhere())
+    loop = Branching(runner, [prompt_of(9, 1), prompt_of(30, 2)], 7)
+    loop.run(chunk=16)
+    for request in loop.requests:
+        output, given = by_plain_loop(plain, request.prompt, 7, 5, 4)
+        mine = loop.given[request.slot]
+        assert request.output[:NEW] == output[:NEW]
+        assert mine[: len(given)] == given[: len(mine)] and len(mine) > 2
 
 
 def test_in_a_batch_a_tree_grows_as_alone_bit_for_bit(pair):
