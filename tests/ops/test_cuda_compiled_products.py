@@ -54,8 +54,8 @@ def compiled_product(
     return made.asm["ptx"]
 
 
-@pytest.mark.parametrize("rows", [65, 129])
-@pytest.mark.parametrize(("bits", "chunk"), [(4, 64), (4, 32), (8, 32)])
+@pytest.mark.parametrize("rows", [33, 65, 129])
+@pytest.mark.parametrize(("bits", "chunk"), [(4, 64), (4, 32), (8, 32), (8, 128)])
 @pytest.mark.parametrize("has_minima", [False, True])
 def test_products_with_integers_for_many_rows(bits, chunk, has_minima, rows):
     numbers = torch.empty(2, 256, chunk, dtype=torch.uint8)

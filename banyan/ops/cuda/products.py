@@ -234,7 +234,7 @@ def _filled(tensor: Tensor, dim: int) -> Tensor:
 
 UNPACK_ABOVE = 256
 """With more rows than this, the weight is unpacked."""
-ROUND_ABOVE = 64
+ROUND_ABOVE = 32
 """With more rows than this, the product rounds the weights to the activations' type."""
 LEAST_OUTPUTS = 64
 """Fewest outputs of a block."""
@@ -283,10 +283,11 @@ def shape_of(rows: int, weight: PackedNumbers, dtype: torch.dtype = torch.bfloat
         shape, blocks = Shape(32, width, 1, is_turned=not is_wide), 528
     elif rows <= ROUND_ABOVE or may_overflow:
         shape, blocks = Shape(64 if rows <= 64 else 128, 64, 1, is_turned=True, stages=4), 264
-    elif rows <= 128:
-        shape, blocks = Shape(128, 128, 1, is_turned=True, warps=8, rounds=True), 132
+    elif rows <= 64:
+        shape, blocks = Shape(64, 128, 1, is_turned=True, stages=4, rounds=True), 132
     else:
-        shape = Shape(256, 128, 1, is_turned=True, warps=8, stages=2, rounds=True)
+        warps = 8 if rows <= 128 else 4
+        shape = Shape(128, 128, 1, is_turned=True, warps=warps, rounds=True)
         blocks = 132
     return with_parts(shape, blocks, rows, weight.outputs, weight.inputs)
 
