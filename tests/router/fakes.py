@@ -1,4 +1,4 @@
-"""Workers that say what a test tells them to, byte by byte, and a router in the test's own loop."""
+"""Workers with scripted answers, byte by byte, and a router in the test's own loop."""
 
 import asyncio
 import contextlib
