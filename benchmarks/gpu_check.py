@@ -44,7 +44,8 @@ class Part:
 
 
 def _tests(*names: str) -> str:
-    return "-m pytest -q -n 4 " + " ".join(f"tests/ops/test_cuda_{name}.py" for name in names)
+    files = (f"tests/ops/test_cuda_{name}.py" for name in names)
+    return "-m pytest -q -n 4 -p no:benchmark " + " ".join(files)
 
 
 CHECK, FAMILIES = "-m benchmarks.cuda_check", "-m benchmarks.cuda_families"

@@ -142,8 +142,9 @@ class Accelerator:
         pool = None if self._graph_of_pool() is None else self._pool
         with self._library.graph(graph, pool=pool, stream=self._stream, **self._graphs.options):
             work()
-        self._pool, self._graph_of_pool = graph.pool(), weakref.ref(graph)
-        return self._graphs.captured(graph, work)
+        captured = self._graphs.captured(graph, work)
+        self._pool, self._graph_of_pool = graph.pool(), weakref.ref(captured)
+        return captured
 
     def synchronize(self) -> None:
         self._library.synchronize()

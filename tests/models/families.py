@@ -127,7 +127,7 @@ def tiny(variant: str, folder: Path, weights: float = 0.2, **more):
 def _config(family: str, values: dict):
     """Of models that see, the part for text has the values."""
     made = getattr(transformers, f"{family}Config")
-    if "text_config" not in made.sub_configs_defaults:
+    if "text_config" not in made.sub_configs:
         return made(**values)
     return made(text_config=values, vision_config=SEES)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from banyan.model_config.checkpoint import read_model_config
@@ -18,17 +19,26 @@ from banyan.parallel.groups import ALONE, Group, Groups
 from banyan.parallel.process_group import GroupCollectives, dist
 from banyan.platform.base import Platform
 from banyan.platform.cuda import CudaPlatform
-from tests.models.families import tiny
 from tests.ops.triton_device import ABSENCE, IS_INTERPRETED
 from tests.parallel.ranks import together
-from tests.parallel.test_steps import SIZES, requests
+from tests.parallel.test_steps import requests
 from tests.runner.conftest import build_runner
 from tests.support.captured import Elsewhere
 from tests.support.runner_driver import Driver
 
 pytestmark = pytest.mark.skipif(bool(ABSENCE), reason=ABSENCE)
-MODELS = {"mistral": False, "qwen3 moe, six of 21": True}
-"""Variant -> whether each rank holds whole experts."""
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+MODELS = {"Llama": {}, "Qwen3Moe": EXPERTS}
+"""Models of transformers, of any release; each rank holds whole experts."""
 FILES = Sizes(programs=2, block=256, warps=1, slot_bytes=1 << 15, at_once=((8, 4096),))
 
 
@@ -94,11 +104,11 @@ def answer(rank: int, size: int, address: str, folders: dict[str, Path]) -> list
     platform.open(0, 1)
     group = Group() if size == 1 else open_groups_of(rank, size, address)
     found = []
-    for variant, are_apart in MODELS.items():
+    for name, experts in MODELS.items():
         groups = ALONE
         if size > 1:
-            groups = Groups.with_experts_apart(group) if are_apart else Groups.of(group)
-        model_config = read_model_config(str(folders[variant]))
+            groups = Groups.with_experts_apart(group) if experts else Groups.of(group)
+        model_config = read_model_config(str(folders[name]))
         runner = build_runner(model_config, groups, platform=platform)
         asked = requests()
         Driver(runner).run(asked, chunk=24)
@@ -108,9 +118,11 @@ def answer(rank: int, size: int, address: str, folders: dict[str, Path]) -> list
 
 
 def test_two_ranks_of_one_gpu_answer_as_one_does(tmp_path: Path) -> None:
-    folders = {variant: tmp_path / str(at) for at, variant in enumerate(MODELS)}
-    for variant, folder in folders.items():
-        tiny(variant, folder, **(SIZES if "moe" not in variant else {}))
+    torch.manual_seed(3)
+    folders = {name: tmp_path / name for name in MODELS}
+    for name, folder in folders.items():
+        config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
+        getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder)
     for rank in range(2):
         (tmp_path / f"memory{rank}").write_bytes(bytes(FILES.all_bytes))
     (alone,) = together(1, tmp_path, answer, folders)

@@ -309,6 +309,7 @@ def merge(
     bests, totals, results, context_lengths, out, sinks, unit, heads, parts, out_token, out_head,
     window,
     HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of `attend_rows` in order, for one head of one row."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -326,12 +327,16 @@ def merge(
         best = tl.load(sinks + head + one).to(tl.float32) * 1.4426950408889634
         total = total + 1.0
     result = tl.zeros([1, BLOCK_D], tl.float32)
-    for part in range(lowest // PART, (length + PART - 1) // PART):
-        own = (row * heads + head) * parts + part + one
-        values = tl.load(results + own[:, None] * BLOCK_D + dims[None, :], mask=is_dim[None, :])
-        best, total, result = merged(
-            best, total, result, tl.load(bests + own), tl.load(totals + own), values
-        )
+    end = (length + PART - 1) // PART
+    for first in range(lowest // PART, end, AT_ONCE):
+        for number in tl.static_range(AT_ONCE):  # a part after the last one changes nothing
+            own = (row * heads + head) * parts + first + number + one
+            is_part = first + number + one < end
+            more_best = tl.load(bests + own, mask=is_part, other=float("-inf"))
+            more_total = tl.load(totals + own, mask=is_part, other=0.0)
+            at_part = results + own[:, None] * BLOCK_D + dims[None, :]
+            values = tl.load(at_part, mask=is_part[:, None] & is_dim[None, :], other=0.0)
+            best, total, result = merged(best, total, result, more_best, more_total, values)
     result = result / tl.where(total > 0, total, 1.0)[:, None] * unit
     out_at = row * out_token + head * out_head + one[:, None] + dims[None, :]
     tl.store(out + out_at, result.to(out.dtype.element_ty), mask=is_dim[None, :])

@@ -9,6 +9,7 @@ idle, several programs share the keys of each row (Dao et al., Flash-Decoding, 2
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 LOG2_E = 1 / math.log(2)
 _PART = 256
 """Keys of a part, in rows of one token."""
+_MERGED_AT_ONCE = 16
+"""Parts whose sums are loaded together."""
 PROGRAMS = 512
 """Fewer programs leave multiprocessors idle: about four per multiprocessor of a large device."""
 
@@ -48,22 +51,34 @@ class Tiles:
     is_apart: bool = False
 
 
-MANY = {128: Tiles(128, 64, 8, 2), 256: Tiles(128, 64, 8, 2)}
+MANY = {128: Tiles(128, 64, 4, 2), 256: Tiles(128, 64, 8, 2)}
 """Rows of many tokens, by the most dimensions of a head."""
-MANY_ON_HOPPER = Tiles(128, 64, 4, 3, is_apart=True)
-"""The same on Hopper; not the default, because it has not run on a device yet."""
+MANY_ON_HOPPER = Tiles(128, 64, 4, 4, is_apart=True)
+"""The same on Hopper, for heads of 64 or 128 dimensions."""
+MANY_CONVERTED = Tiles(128, 64, 8, 2)
+"""The same where numbers of pages are converted, for heads of up to 128 dimensions."""
 MANY_APART = {128: Tiles(128, 128, 8, 2), 256: Tiles(32, 32, 4, 2)}
 """The same where a block of keys does not lie in one page."""
 MANY_FLOAT = Tiles(32, 32, 4, 2)
 """The same for activations of fp32."""
 ONE, ONE_WIDE = Tiles(LEAST_BLOCK, 64, 4, 5), Tiles(LEAST_BLOCK, 32, 4, 5)
 """Rows of one token; the second for heads of more than 128 dimensions, or of fp32."""
+ONE_OF_8_BITS = Tiles(LEAST_BLOCK, 64, 2, 5)
+"""The same for pages of 8 bits: fewer warps keep more of a program's numbers in registers."""
 
 
 @lru_cache
 def _has_tile_loads(device: torch.device) -> bool:
     """Whether it loads a block of lines with one instruction (TMA); the interpreter can, too."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    """Whether `hopper_kernels.py` is for it. Its language changes between releases of Triton."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return import_module("triton").__version__.startswith("3.6.")
 
 
 def as_scales(pages: Tensor) -> Tensor:
@@ -173,10 +188,15 @@ def _paged_attention(
 def _tiles_for_many(call: PagedCall) -> Tiles:
     if call.q.dtype == torch.float32:
         return MANY_FLOAT
-    size = 128 if call.q.shape[2] <= 128 else 256
-    chosen = MANY[size]
-    is_small = call.k_pages.dtype == torch.int8 and size == 128
-    return chosen if is_small or call.is_tiled(chosen.keys) else MANY_APART[size]
+    head_dim, kept = call.q.shape[2], call.k_pages.dtype
+    size = 128 if head_dim <= 128 else 256
+    is_converted = kept != call.q.dtype and size == 128
+    chosen = MANY_CONVERTED if is_converted else MANY[size]
+    if (is_converted and kept == torch.int8) or not call.is_tiled(chosen.keys):
+        return chosen if is_converted else MANY_APART[size]
+    is_plain = not call.numbers[1] and call.ends is None and call.group <= chosen.queries
+    is_whole = kept == call.q.dtype and head_dim in (64, 128)
+    return MANY_ON_HOPPER if is_plain and is_whole and _is_hopper(call.q.device) else chosen
 
 
 def attend_many(call: PagedCall, row_starts: Tensor, chosen: Tiles | None = None) -> None:
@@ -254,7 +274,8 @@ def attend_one(call: PagedCall, chosen: Tiles | None = None, busy: int = PROGRAM
 
     (rows, heads, head_dim), (page_size, kv_heads) = call.q.shape, call.k_pages.shape[1:3]
     is_wide = head_dim > 128 or call.q.dtype == torch.float32
-    tiles = chosen or (ONE_WIDE if is_wide else ONE)
+    of_8_bits = call.k_pages.element_size() == 1
+    tiles = chosen or (ONE_WIDE if is_wide else ONE_OF_8_BITS if of_8_bits else ONE)
     constants, pages = call.constants(tiles), (call.k_pages, call.v_pages)
     is_tiled = tiles.is_apart and call.is_tiled(tiles.keys)
     parts = -(-call.page_tables.shape[1] * page_size // _PART)
@@ -300,6 +321,7 @@ def attend_one(call: PagedCall, chosen: Tiles | None = None, busy: int = PROGRAM
             call.window,
             **{name: constants[name] for name in ("HAS_SINKS", "HEAD_DIM", "BLOCK_D")},
             PART=_PART,
+            AT_ONCE=_MERGED_AT_ONCE,
             num_warps=1,
         )
 
