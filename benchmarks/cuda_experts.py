@@ -56,7 +56,7 @@ class Shape:
 QWEN = Shape(2048, 768, 128, 8)
 SMALL = Shape(256, 128, 4, 2)
 CHECKED = Shape(2048, 768, 16, 8)
-"""Compiles what is timed, too."""
+"""The checks so compile the kernels that are timed."""
 
 
 def fp8(values: Tensor) -> StoredWeight:
