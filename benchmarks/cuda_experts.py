@@ -34,7 +34,7 @@ from banyan.ops.experts_api import StoredExperts
 from banyan.ops.stored import NVFP4, StoredWeight
 
 Variant = tuple[str, int, ExpertTiles | None, ExpertTiles | None]
-"""Form, rows, and sizes, of which None are those that are chosen."""
+"""Form, rows, and sizes; None = the layer chooses."""
 LAYERS = 4
 REPEATS = 7
 COMPILED_S = 45.0
