@@ -149,9 +149,13 @@ def started(
         device=device,
         dtype=dtype,
         kv_cache_dtype="fp32" if dtype == "float32" else "auto",
-        cpu_activations="fp32",
         skip_tokenizer_init=True,
-        **{"engine_mode": "inprocess", "max_total_tokens": 32768, **flags},
+        **{
+            "cpu_activations": "fp32",  # exact ones, on GPUs too
+            "engine_mode": "inprocess",
+            "max_total_tokens": 32768,
+            **flags,
+        },
     ) as engine:
         yield engine
 

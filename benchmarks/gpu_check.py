@@ -54,7 +54,8 @@ SERVING, ATTENTION = "-m benchmarks.cuda_serving", "-m benchmarks.cuda_attention
 ON_CPU = "--device cpu --small"
 PARTS = {
     "kernels": Part(_tests("kernels", "adapters", "latent"), 120),
-    "product kernels": Part(_tests("products", "fp8", "experts"), 120),
+    "product kernels": Part(_tests("products", "experts"), 120),
+    "fp8 kernels": Part(_tests("fp8"), 120),
     "state kernels": Part(_tests("state", "branches", "families"), 120),
     "tokens of graphs": Part(f"{GRAPHS} --parts tokens memory", 150, ON_CPU),
     "tokens": Part(f"{CHECK} --parts tokens", 150, ON_CPU),

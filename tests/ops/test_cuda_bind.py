@@ -79,9 +79,9 @@ def test_the_named_backend_multiplies_8_bit_floats(name, monkeypatch):
     assert isinstance(toolkit, needs.CudaToolkit)
     used = list[str]()
     monkeypatch.setattr(fp8, "_is_on_cuda", lambda weight: True)
-    monkeypatch.setattr(fp8, "round_rows", lambda x, group=0: (x, x))
+    monkeypatch.setattr(fp8, "round_rows", lambda x, *more: (x, x))
     monkeypatch.setattr(fp8, "product", lambda *args: used.append(needs.TRITON))
-    monkeypatch.setattr(fp8, "vendor_product", lambda *args: used.append(needs.VENDOR))
+    monkeypatch.setattr(fp8, "vendor_product", lambda x, *args: used.append(needs.VENDOR) or x)
     linear = fp8.FloatLinear(weight, torch.bfloat16, True, toolkit.fp8_backend)
     for rows in (1, 33, 500):
         linear(torch.empty(rows, 64, device="meta", dtype=torch.bfloat16))

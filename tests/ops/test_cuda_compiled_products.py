@@ -54,18 +54,19 @@ def compiled_product(
     return made.asm["ptx"]
 
 
-@pytest.mark.parametrize("rows", [65, 129])
-@pytest.mark.parametrize(("bits", "chunk"), [(4, 64), (4, 32), (8, 32)])
+@pytest.mark.parametrize("rows", [33, 65, 129])
+@pytest.mark.parametrize(("bits", "chunk"), [(4, 64), (4, 32), (8, 32), (8, 128)])
 @pytest.mark.parametrize("has_minima", [False, True])
 def test_products_with_integers_for_many_rows(bits, chunk, has_minima, rows):
     numbers = torch.empty(2, 256, chunk, dtype=torch.uint8)
     scales = torch.empty(1, 256)
     packed = products.PackedNumbers(bits, 8, 256, 4096, 128, numbers, scales, None)
-    tensors = {"x": HALF, "numbers": "*u8" if bits == 4 else "*i8", "out": HALF, "bias": HALF}
+    tensors = {"x": HALF, "numbers": "*u8" if bits == 4 else "*i8", "out": FLOAT, "bias": HALF}
+    tensors |= {"sums": HALF, "counters": "*i32"}
     tensors |= {"scales": "*fp16", "minima": "*fp16", "units": FLOAT}
     fast = products.nibbles(torch.bfloat16, 8) if bits == 4 else products.octets(torch.bfloat16)
     sizes = {"BITS": bits, "BASE": 8, "HAS_MINIMA": has_minima, "HAS_UNITS": False}
-    sizes |= {"HAS_BIAS": True, "CHUNK": chunk, "ASSEMBLY": fast}
+    sizes |= {"HAS_BIAS": True, "CHUNK": chunk, "ASSEMBLY": fast, "ADDS": True}
     sizes["SCALING"] = products.scaling(has_minima)
     ptx = compiled_product(PRODUCTS.multiply_many, tensors, sizes, products.shape_of(rows, packed))
     assert "fma.rn.bf16x2" in ptx

@@ -51,6 +51,7 @@ def test_policies_that_look_at_the_cache_raise_hits_where_it_is_small(order):
     assert aware.seconds < blind.seconds
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path(TRACE).exists(), reason="the Mooncake trace is not here")
 def test_longest_prefix_first_raises_hits_on_the_mooncake_trace():
     arrivals = list(mooncake(str(TRACE), limit=200, speed=8.0))

@@ -100,6 +100,8 @@ def in_code(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield from in_prose(node.value, node.lineno)
+    if not words_of(source) & IDENTIFIERS and not PROSE.search(source):
+        return  # to split a file into tokens takes long
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield from in_prose(token.string, token.start[0])

@@ -271,7 +271,7 @@ BATTERY = (
         "T29",
         "many requests of each kind, and objects counted before and after",
         "nothing is left that grows with the number of requests",
-        "tests/system/test_leaks.py",
+        "tests/system/test_leaks.py tests/router/test_router_leaks.py",
     ),
 )
 

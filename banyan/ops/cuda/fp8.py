@@ -7,15 +7,17 @@ or `--quantization fp8`, activations are rounded to e4m3 as well:
     rows to FEW_ROWS    while the product reads them, with a scale per row and 128 inputs
     more                by a kernel before the product, with a scale per row; per row and 128 inputs
                         if the weight has groups
-    product             `torch._scaled_mm` for a scale per output, else Triton
+    product             `torch._scaled_mm` for many rows, where it has the product; else Triton
 
 Otherwise, and on devices without such products (before Ada), the numbers become the activations'
 type in registers; above `products.UNPACK_ABOVE` rows the weight is unpacked for a product of the
 vendor's library.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -47,6 +49,12 @@ _MOST_BYTES = 1 << 28
 _MOST_ROW = 8192
 FEW_ROWS = 16
 """Up to so many rows the product rounds activations itself."""
+VENDOR_ABOVE = 64
+"""With more rows than this, the vendor's products with a scale per output are the faster ones."""
+_WIDE = 12800
+"""Outputs whose blocks fill the multiprocessors of an H100."""
+_PADDED_ROWS = 16
+"""The vendor's products have a multiple of this of rows."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +140,13 @@ def rounded_weight(values: Tensor) -> PackedFloats:
     return PackedFloats(outputs, inputs, inputs, 1, numbers.view(torch.float8_e4m3fn), scales)
 
 
-def round_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, group: int = 0, padding: int = 1) -> tuple[Tensor, Tensor]:
     """Round activations.
 
     Args:
         x: [rows, inputs], rows may lie apart.
         group: inputs that share a scale, a power of two that divides the inputs; 0 = all of them.
+        padding: rows are added up to a multiple of this, with anything in them.
 
     Returns:
         [rows, inputs] e4m3; scales fp32, [rows], or [inputs / group, rows].
@@ -146,13 +155,14 @@ def round_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
 
     assert x.stride(1) == 1
     rows, inputs = x.shape
-    numbers = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
-    shape = (inputs // group, rows) if group else (rows,)
+    padded = -(-rows // padding) * padding
+    numbers = torch.empty(padded, inputs, dtype=torch.float8_e4m3fn, device=x.device)
+    shape = (inputs // group, padded) if group else (padded,)
     scales = torch.empty(shape, device=x.device)
     block = min(power_of_two(inputs), max(group, 2048 if group else _MOST_ROW))
     if rows:
         product_kernels.round_rows[(rows, -(-inputs // block) if group else 1)](
-            x, numbers, scales, rows, inputs, x.stride(0),
+            x, numbers, scales, padded, inputs, x.stride(0),
             GROUP=group, BLOCK=block, MOST=FP8_MOST, num_warps=4 if group else 8,
         )  # fmt: skip
     return numbers, scales
@@ -167,12 +177,14 @@ def shape_of(rows: int, weight: PackedFloats, exact: torch.dtype | None = None) 
     if exact == torch.float32:  # multiplied without tensor cores
         shape, blocks = Shape(16 if rows <= 16 else 32, 64, 1, is_turned=True, stages=2), 528
     elif rows <= 16:
-        shape, blocks = Shape(16, 128, 1, is_turned=True, stages=4), 528
-    elif rows <= 32:
-        shape, blocks = Shape(32, 128, 1, is_turned=True, stages=4), 264
+        shape = Shape(16, 128, 1, is_turned=True, stages=4)
+        is_wide = weight.outputs >= _WIDE
+        blocks = 132 if is_wide and (exact is not None or not weight.is_grouped) else 264
+    elif exact is not None:
+        size = 64 if rows <= 64 else 128
+        shape, blocks = Shape(size, 128, 1, is_turned=True, warps=8, stages=3), 132
     elif rows <= 64:
-        warps = 4 if exact is None else 8
-        shape, blocks = Shape(64, 128, 1, is_turned=True, warps=warps, stages=4), 264
+        shape, blocks = Shape(32 if rows <= 32 else 64, 64, 1, is_turned=True, stages=5), 264
     else:
         shape, blocks = Shape(128, 128, 1, is_turned=True, warps=8, stages=3), 132
     return products.with_parts(shape, blocks, rows, weight.outputs, weight.inputs)
@@ -197,8 +209,8 @@ def product(
         dtype: of the result.
         rounds: x is rounded to 8-bit floats by this product.
         assembly: PTX that converts the weights to x's type (`conversion`); "" = the compiler's.
-        counters: zeros int32, one for each block of outputs and tokens: the product adds its parts
-            itself; None = another kernel does.
+        counters: from `products.counters_for`, to add the parts in the same kernel; None = in
+            another one.
     """
     from banyan.ops.cuda import product_kernels
 
@@ -217,6 +229,7 @@ def product(
     if parts > 1:
         made = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
     grid = (-(-rows // shape.rows), -(-outputs // shape.outputs), parts)
+    adds = parts > 1 and counters is not None and grid[0] * grid[1] <= len(counters)
     product_kernels.multiply_floats[grid](
         x,
         weight.scales if x_scales is None else x_scales,
@@ -225,7 +238,7 @@ def product(
         x if bias is None else bias,
         made,
         out,
-        out if counters is None else counters,
+        counters if adds else out,
         rows,
         weight.inputs,
         outputs,
@@ -238,18 +251,18 @@ def product(
         IS_GROUPED=weight.is_grouped,
         X_IS_GROUPED=x_scales is not None and x_scales.dim() > 1,
         SHARED=weight.shared,
-        HAS_BIAS=bias is not None and (parts == 1 or counters is not None),
+        HAS_BIAS=bias is not None and (parts == 1 or adds),
         IS_EVEN=weight.inputs % step == 0,
         STEP=step,
         ROWS=shape.rows,
         OUTPUTS=shape.outputs,
         ASSEMBLY=assembly,
         MOST=FP8_MOST,
-        ADDS=parts > 1 and counters is not None,
+        ADDS=adds,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    if parts > 1 and counters is None:
+    if parts > 1 and not adds:
         products.add_up(made, bias, out)
     return out
 
@@ -282,16 +295,12 @@ class FloatLinear:
     ) -> None:
         self.weight = weight
         self._rounds = rounds
-        sizes = (weight.outputs, weight.inputs)
-        can_use_vendor = (
-            _is_on_cuda(weight)
-            and not weight.is_grouped
-            and dtype == torch.bfloat16
-            and not any(size % _VENDOR_STEP for size in sizes)
-        )
-        self._uses_vendor = rounds and can_use_vendor and backend != TRITON
-        self._few_rows = 0 if backend == VENDOR and can_use_vendor else FEW_ROWS
+        self._counters = products.counters_for(weight.outputs, weight.numbers.device)
         self._assembly = "" if rounds else assembly_for(weight, dtype)
+        can = rounds and backend != TRITON and has_vendor_product(weight, dtype)
+        first = FEW_ROWS if weight.is_grouped else VENDOR_ABOVE
+        self._vendor_above = math.inf if not can else 0 if backend == VENDOR else first
+        self._vendor_scales = vendor_scales(weight) if can else weight.scales
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, rows = self.weight, len(x)
@@ -299,37 +308,78 @@ class FloatLinear:
             if rows > products.UNPACK_ABOVE:
                 return functional.linear(x, unpacked(weight, x.dtype), bias)
             shape = fitted(shape_of(rows, weight, x.dtype), x.device)
-            return product(x, weight, bias, shape, x.dtype, False, assembly=self._assembly)
-        if rows <= self._few_rows:
-            shape = fitted(shape_of(rows, weight), x.device)
-            return product(x, weight, bias, shape, x.dtype, True)
-        if self._uses_vendor:
-            numbers, scales = round_rows(x)
-            return vendor_product(numbers, scales, weight, bias)
+            more = (None, self._assembly, self._counters)
+            return product(x, weight, bias, shape, x.dtype, False, *more)
         group = min(weight.group, SIDE) if weight.is_grouped else 0
-        numbers, scales = round_rows(x, group)
+        if rows > self._vendor_above:
+            numbers, scales = round_rows(x, group, _PADDED_ROWS)
+            return vendor_product(numbers, scales, weight, self._vendor_scales, bias)[:rows]
         shape = fitted(shape_of(rows, weight), x.device)
-        return product(numbers, weight, bias, shape, x.dtype, True, scales)
+        if rows <= FEW_ROWS:
+            return product(x, weight, bias, shape, x.dtype, True, None, "", self._counters)
+        numbers, scales = round_rows(x, group)
+        return product(numbers, weight, bias, shape, x.dtype, True, scales, "", self._counters)
+
+
+def vendor_scales(weight: PackedFloats) -> Tensor:
+    """A weight's scales as the vendor's product takes them: [1, outputs], or [groups, outputs /
+    SIDE] with adjacent groups."""
+    if weight.is_grouped:
+        return weight.scales.t().contiguous().t()
+    return weight.scales[:, : weight.outputs]
+
+
+def has_vendor_product(weight: PackedFloats, dtype: torch.dtype) -> bool:
+    """Whether the vendor's library multiplies this weight with rounded activations."""
+    is_even = not (weight.outputs % _VENDOR_STEP or weight.inputs % _VENDOR_STEP)
+    if not _is_on_cuda(weight) or dtype != torch.bfloat16 or not is_even:
+        return False
+    if not weight.is_grouped:
+        return True
+    # The library reads four scales of adjacent groups at once.
+    is_block = weight.shared == SIDE and len(weight.scales) % 4 == 0
+    return is_block and _multiplies_blocks(weight.numbers.device)
+
+
+@cache
+def _multiplies_blocks(device: torch.device) -> bool:
+    """Whether this device and version of the library multiply blocks: a trial shows it."""
+    numbers = torch.zeros(512, 512, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    weight = PackedFloats(512, 512, SIDE, SIDE, numbers, torch.ones(4, 4, device=device))
+    x, x_scales = numbers[:_PADDED_ROWS], torch.ones(4, _PADDED_ROWS, device=device)
+    try:
+        out = vendor_product(x, x_scales, weight, vendor_scales(weight), None)
+        return not bool(out.any())
+    except (RuntimeError, ValueError) as error:
+        _log.info("blocks of 8-bit floats are multiplied by Triton: %s", str(error).split("\n")[0])
+        return False
 
 
 def vendor_product(
-    numbers: Tensor, scales: Tensor, weight: PackedFloats, bias: Tensor | None, fast: bool = False
+    numbers: Tensor,
+    x_scales: Tensor,
+    weight: PackedFloats,
+    scales: Tensor,
+    bias: Tensor | None,
+    fast: bool = False,
 ) -> Tensor:
-    """x·Wᵀ + bias in bf16, by the vendor's library. The weight has a scale per output.
+    """x·Wᵀ + bias in bf16, by the vendor's library.
 
     Args:
-        numbers, scales: of `round_rows`, without groups.
+        numbers, x_scales: of `round_rows`, in groups as the weight's; a multiple of 16 rows.
+        scales: of `vendor_scales`.
         fast: sums of fewer bits within the product.
     """
-    return torch.ops.aten._scaled_mm(
+    out = torch.ops.aten._scaled_mm(
         numbers,
         weight.numbers[: weight.outputs].t(),
-        scales[:, None],
-        weight.scales[:, : weight.outputs],
-        bias=bias,
+        x_scales.t() if weight.is_grouped else x_scales[:, None],
+        scales,
+        bias=None if weight.is_grouped else bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
+    return out.add_(bias) if weight.is_grouped and bias is not None else out
 
 
 def conversion(dtype: torch.dtype) -> str:

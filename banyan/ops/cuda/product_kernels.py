@@ -61,17 +61,42 @@ def add_chunk(
     return total + made
 
 
+@triton.jit
+def add_as_last(
+    made, bias, out, counters, rows, outputs, m, n, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """Of the programs of one tile, the last one to come here adds the parts of all, in order.
+
+    made: [parts, rows, outputs] fp32; counters: one per tile, 0 before and after.
+    """
+    tl.debug_barrier()  # all threads have written their part
+    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    parts = tl.num_programs(2)
+    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == parts - 1:
+        inside = (m < rows)[:, None] & (n < outputs)[None, :]
+        at = m.to(tl.int64)[:, None] * outputs + n[None, :]
+        total = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
+        for part in range(0, parts):
+            from_part = made + part * rows.to(tl.int64) * outputs
+            total += tl.load(from_part + at, mask=inside, other=0.0, cache_modifier=".cg")
+        if HAS_BIAS:
+            total += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        tl.store(counters + tile, 0)
+
+
 def _multiply(
-    x, numbers, scales, minima, units, bias, out, rows, inputs, outputs, filled, x_row,
-    steps, per_part, per_group,
+    x, numbers, scales, minima, units, bias, out, sums, counters, rows, inputs, outputs, filled,
+    x_row, steps, per_part, per_group,
     BITS: tl.constexpr, BASE: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_UNITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_TURNED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, ASSEMBLY: tl.constexpr,
+    OUTPUTS: tl.constexpr, ASSEMBLY: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs of some tokens, over one part of the inputs.
 
     steps: chunks, or pairs of chunks for 4 bits; per_part: steps of a part; per_group: chunks of a
-    group; filled: padded outputs; out: [parts, rows, outputs].
+    group; filled: padded outputs; out: [parts, rows, outputs]. ADDS: `add_as_last` adds the parts
+    to `sums`.
     """
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -108,7 +133,7 @@ def _multiply(
     if HAS_UNITS:
         unit = tl.load(units + n)
         total *= unit[:, None] if IS_TURNED else unit[None, :]
-    if HAS_BIAS:
+    if HAS_BIAS and not ADDS:
         more = tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)
         total += more[:, None] if IS_TURNED else more[None, :]
     at = (part * rows + m).to(tl.int64) * outputs
@@ -116,6 +141,8 @@ def _multiply(
         total = tl.trans(total)
     where = out + at[:, None] + n[None, :]
     tl.store(where, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+    if ADDS:
+        add_as_last(out, bias, sums, counters, rows, outputs, m, n, HAS_BIAS)
 
 
 @triton.jit
@@ -152,11 +179,11 @@ def factors_of(
 
 
 def _multiply_many(
-    x, numbers, scales, minima, units, bias, out, rows, inputs, outputs, filled, x_row,
-    steps, per_part, per_group,
+    x, numbers, scales, minima, units, bias, out, sums, counters, rows, inputs, outputs, filled,
+    x_row, steps, per_part, per_group,
     BITS: tl.constexpr, BASE: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_UNITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    ASSEMBLY: tl.constexpr, SCALING: tl.constexpr,
+    ASSEMBLY: tl.constexpr, SCALING: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """`_multiply` for many tokens: factors multiply the integers before the product. Factors of a
     step are read one step earlier."""
@@ -206,12 +233,14 @@ def _multiply_many(
     is_output = n < outputs
     if HAS_UNITS:
         total *= tl.load(units + n)[:, None]
-    if HAS_BIAS:
+    if HAS_BIAS and not ADDS:
         total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
     at = (part * rows + m).to(tl.int64) * outputs
     where = out + at[:, None] + n[None, :]
     made = tl.trans(total).to(out.dtype.element_ty)
     tl.store(where, made, mask=is_row[:, None] & is_output[None, :])
+    if ADDS:
+        add_as_last(out, bias, sums, counters, rows, outputs, m, n, HAS_BIAS)
 
 
 def _add_parts(parts, bias, out, count, size, outputs, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
@@ -303,30 +332,6 @@ def round_rows(
         tl.store(scales + group.to(tl.int64) * rows + row, each, mask=group * GROUP < inputs)
         made = tl.reshape(groups / each[:, None], [BLOCK]).to(numbers.dtype.element_ty)
         tl.store(numbers + first + at, made, mask=first + at < inputs)
-
-
-@triton.jit
-def add_as_last(
-    made, bias, out, counters, rows, outputs, m, n, HAS_BIAS: tl.constexpr
-):  # fmt: skip
-    """Of the programs of one tile, the last one to come here adds the parts of all, in order.
-
-    made: [parts, rows, outputs] fp32; counters: one per tile, 0 before and after.
-    """
-    tl.debug_barrier()  # all threads have written their part
-    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    parts = tl.num_programs(2)
-    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == parts - 1:
-        inside = (m < rows)[:, None] & (n < outputs)[None, :]
-        at = m.to(tl.int64)[:, None] * outputs + n[None, :]
-        total = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
-        for part in range(0, parts):
-            from_part = made + part * rows.to(tl.int64) * outputs
-            total += tl.load(from_part + at, mask=inside, other=0.0, cache_modifier=".cg")
-        if HAS_BIAS:
-            total += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-        tl.store(counters + tile, 0)
 
 
 def _multiply_floats(

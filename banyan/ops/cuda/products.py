@@ -234,8 +234,10 @@ def _filled(tensor: Tensor, dim: int) -> Tensor:
 
 UNPACK_ABOVE = 256
 """With more rows than this, the weight is unpacked."""
-ROUND_ABOVE = 64
+ROUND_ABOVE = 32
 """With more rows than this, the product rounds the weights to the activations' type."""
+LEAST_OUTPUTS = 64
+"""Fewest outputs of a block."""
 LEAST_INPUTS = 256
 """Fewest inputs of a part that are worth the extra sum."""
 _ADD = 1024
@@ -281,10 +283,11 @@ def shape_of(rows: int, weight: PackedNumbers, dtype: torch.dtype = torch.bfloat
         shape, blocks = Shape(32, width, 1, is_turned=not is_wide), 528
     elif rows <= ROUND_ABOVE or may_overflow:
         shape, blocks = Shape(64 if rows <= 64 else 128, 64, 1, is_turned=True, stages=4), 264
-    elif rows <= 128:
-        shape, blocks = Shape(128, 128, 1, is_turned=True, warps=8, rounds=True), 132
+    elif rows <= 64:
+        shape, blocks = Shape(64, 128, 1, is_turned=True, stages=4, rounds=True), 132
     else:
-        shape = Shape(256, 128, 1, is_turned=True, warps=8, stages=2, rounds=True)
+        warps = 8 if rows <= 128 else 4
+        shape = Shape(128, 128, 1, is_turned=True, warps=warps, rounds=True)
         blocks = 132
     return with_parts(shape, blocks, rows, weight.outputs, weight.inputs)
 
@@ -319,12 +322,13 @@ class QuantisedLinear:
     def __init__(self, weight: PackedNumbers, dtype: torch.dtype) -> None:
         self.weight = weight
         self._assembly = assembly_for(weight, dtype)
+        self._counters = counters_for(weight.outputs, weight.numbers.device)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) > UNPACK_ABOVE:
             return functional.linear(x, unpacked(self.weight, x.dtype), bias)
         shape = fitted(shape_of(len(x), self.weight, x.dtype), x.device)
-        return product(x, self.weight, bias, shape, self._assembly)
+        return product(x, self.weight, bias, shape, self._assembly, self._counters)
 
 
 def assembly_for(weight: PackedNumbers, dtype: torch.dtype) -> str:
@@ -335,12 +339,31 @@ def assembly_for(weight: PackedNumbers, dtype: torch.dtype) -> str:
     return nibbles(dtype, weight.base) if weight.bits == 4 else octets(dtype)
 
 
+def counters_for(outputs: int, device: torch.device) -> Tensor:
+    """Zeros for products that add their parts themselves, one for each block of outputs and rows.
+    Products that run at the same time need their own."""
+    return torch.zeros(4 * -(-outputs // LEAST_OUTPUTS), dtype=torch.int32, device=device)
+
+
 def product(
-    x: Tensor, weight: PackedNumbers, bias: Tensor | None, shape: Shape, assembly: str = ""
+    x: Tensor,
+    weight: PackedNumbers,
+    bias: Tensor | None,
+    shape: Shape,
+    assembly: str = "",
+    counters: Tensor | None = None,
 ) -> Tensor:
-    """x·Wᵀ + bias. x: [tokens, in] T, tokens may be strided; bias: [out] T or None; assembly: from
-    `assembly_for`.
-    returns: [tokens, out] T"""
+    """x·Wᵀ + bias.
+
+    Args:
+        x: [tokens, in] T, tokens may lie apart.
+        bias: [out] T or None.
+        assembly: from `assembly_for`.
+        counters: from `counters_for`, to add the parts in the same kernel; None = in another one.
+
+    Returns:
+        [tokens, out] T.
+    """
     from banyan.ops.cuda import product_kernels
 
     assert x.shape[1] == weight.inputs and x.stride(1) == 1
@@ -356,12 +379,14 @@ def product(
         made = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
     chunk = weight.numbers.shape[2]
     tiles = (-(-outputs // shape.outputs), -(-rows // shape.rows))
+    adds = parts > 1 and counters is not None and tiles[0] * tiles[1] <= len(counters)
     constants: dict[str, object] = {
         "BITS": weight.bits,
         "BASE": weight.base,
         "HAS_MINIMA": weight.minima is not None,
         "HAS_UNITS": weight.units is not None,
-        "HAS_BIAS": bias is not None and parts == 1,
+        "HAS_BIAS": bias is not None and (parts == 1 or adds),
+        "ADDS": adds,
         "CHUNK": chunk,
         "ROWS": shape.rows,
         "OUTPUTS": shape.outputs,
@@ -384,6 +409,8 @@ def product(
         weight.scales if weight.units is None else weight.units,
         x if bias is None else bias,
         made,
+        out,
+        counters if adds else out,
         rows,
         weight.inputs,
         outputs,
@@ -394,7 +421,7 @@ def product(
         weight.group // chunk,
         **constants,
     )
-    if parts > 1:
+    if parts > 1 and not adds:
         add_up(made, bias, out)
     return out
 

@@ -9,6 +9,7 @@ idle, several programs share the keys of each row (Dao et al., Flash-Decoding, 2
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,8 +75,10 @@ def _has_tile_loads(device: torch.device) -> bool:
 
 @lru_cache
 def _is_hopper(device: torch.device) -> bool:
-    """Whether `hopper_kernels.py` is for it."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    """Whether `hopper_kernels.py` is for it. Its language changes between releases of Triton."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return import_module("triton").__version__.startswith("3.6.")
 
 
 def as_scales(pages: Tensor) -> Tensor:
