@@ -64,7 +64,7 @@ PARTS = {
     "pages": Part(f"{CHECK} --parts pages", 120, ON_CPU),
     "adapters": Part(f"{CHECK} --parts adapters", 120, ON_CPU),
     "ranks": Part("-m benchmarks.cuda_ranks --parts nccl processes", 120),
-    "ranks of one GPU": Part("-m pytest -q tests/parallel/test_one_gpu.py", 100),
+    "ranks of one GPU": Part("-m pytest -q tests/parallel/test_cuda_ranks.py", 100),
     "sums of ranks": Part("-m benchmarks.cuda_ranks --parts streams", 90, is_timed=True),
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
