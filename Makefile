@@ -201,7 +201,7 @@ gpu-check:
 # newer numpy runs in (.cuda, 700 MB); a quarter of an hour.
 test-cuda: $(VENV)/.test .cuda/.installed
 	@PYTHONPATH=.cuda $(BIN)/python -m pytest tests/ops/test_cuda_compiled*.py $(ARGS)
-	@TRITON_INTERPRET=1 PYTHONPATH=.cuda $(BIN)/python -W ignore -m pytest tests/ops/test_cuda_*.py \
+	@TRITON_INTERPRET=1 PYTHONPATH=.cuda $(BIN)/python -W ignore -m pytest tests/ops/test_cuda_*.py tests/parallel/test_cuda_ranks.py \
 	  tests/ops/test_cpu_sampling.py -k "cuda or triton" $(ARGS)
 
 # The pages as a site with search, in build/site; broken links are errors.

@@ -11,8 +11,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
@@ -33,10 +33,12 @@ from banyan.ops.cuda.triton_experts import (
 from banyan.ops.experts_api import StoredExperts
 from banyan.ops.stored import NVFP4, StoredWeight
 
+Variant = tuple[str, int, ExpertTiles | None, ExpertTiles | None]
+"""Form, rows, and sizes; None = the layer chooses."""
 LAYERS = 4
 REPEATS = 7
-SECONDS = 38.0
-"""After which nothing more is measured."""
+COMPILED_S = 45.0
+"""Sizes that are not compiled so long after the start are not tried."""
 MOST_ERROR = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
 """Relative error of all outputs together."""
 ROUNDED_ERROR = {torch.bfloat16: 6e-2, torch.float16: 1.2e-1}
@@ -53,7 +55,8 @@ class Shape:
 
 QWEN = Shape(2048, 768, 128, 8)
 SMALL = Shape(256, 128, 4, 2)
-CHECKED = Shape(512, 256, 16, 4)
+CHECKED = Shape(2048, 768, 16, 8)
+"""The checks so compile the kernels that are timed."""
 
 
 def fp8(values: Tensor) -> StoredWeight:
@@ -96,15 +99,20 @@ FORMS: dict[str, Callable[[Tensor], StoredWeight]] = {
     "nvfp4": nvfp4,
 }
 """Those that are timed come first."""
+SWEPT = ("fp8 rounded", "mxfp4", "bf16")
+"""Forms whose sizes are compared."""
 TIMED = ("bf16", "fp8 rounded", "fp8", "q4 g128", "mxfp4")
 
 
-def stored(form: str, shape: Shape, kinds: int) -> StoredExperts:
-    """Random experts, `kinds` different ones."""
+def stored(form: str, shape: Shape, kinds: int, device: torch.device) -> StoredExperts:
+    """Random experts on the device, `kinds` different ones."""
+
+    def made_of(size: tuple[int, int]) -> StoredWeight:
+        weight = FORMS[form](torch.randn(size) * size[1] ** -0.5)
+        return replace(weight, raw=weight.raw.to(device))
+
     sizes = ((shape.inner, shape.dim), (shape.inner, shape.dim), (shape.dim, shape.inner))
-    made = [
-        [FORMS[form](torch.randn(size) * size[1] ** -0.5) for _ in range(kinds)] for size in sizes
-    ]
+    made = [[made_of(size) for _ in range(kinds)] for size in sizes]
     gate, up, down = (tuple((part * shape.experts)[: shape.experts]) for part in made)
     return StoredExperts(0, gate, up, down, "silu")
 
@@ -130,12 +138,13 @@ def routed(rows: int, shape: Shape, device: torch.device) -> tuple[Tensor, Tenso
 def check(form: str, device: torch.device, is_small: bool) -> tuple[int, str]:
     """How many sizes of batches are wrong, and lines for a reader."""
     torch.manual_seed(time.time_ns())
+    torch.set_num_threads(1)  # there are many processes
     shape, lines, failed = SMALL if is_small else CHECKED, [], 0
-    experts = stored(form, shape, shape.experts)
+    experts = stored(form, shape, shape.experts if is_small else 3, device)
     layer = packed(experts, form, device)
     exact = reference.pack_experts(experts, torch.float64, device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    for rows in (1, 9) if is_small else (1, 9, 90, 500):
+    for rows in (1, 9) if is_small else (1, 9, 300):
         x = torch.randn(rows, shape.dim, device=device).to(dtype)
         ids, weights = routed(rows, shape, device)
         want = exact(x.double(), ids, weights.double())
@@ -238,10 +247,10 @@ def with_tiles(layer: GroupedExperts, tiles: ExpertTiles | None, one: ExpertTile
 
 def compile_one(form: str, rows: int, tiles: ExpertTiles | None, one: ExpertTiles | None) -> str:
     """Compile what a timing launches, into the cache on disk. Returns what failed."""
-    shape = replace(QWEN, experts=16)
-    device = torch.device("cuda")
+    shape, device = CHECKED, torch.device("cuda")
+    torch.set_num_threads(1)
     try:
-        layer = packed(stored(form, shape, 1), form, device)
+        layer = packed(stored(form, shape, 1, device), form, device)
         with_tiles(layer, tiles, one)
         x = torch.randn(rows, shape.dim, device=device, dtype=torch.bfloat16)
         layer(x, *routed(rows, shape, device))
@@ -258,61 +267,64 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 2048])
     parser.add_argument("--forms", nargs="+", default=list(TIMED), choices=list(FORMS))
     parser.add_argument("--processes", type=int, default=14, help="that compile")
-    parser.add_argument("--seconds", type=float, default=SECONDS)
     options = parser.parse_args()
     device = torch.device(options.device)
     began = time.perf_counter()
     torch.manual_seed(time.time_ns())
     if device.type != "cuda":
-        return _sum_up([check(form, device, options.small) for form in FORMS])
-    tried = list(_tried(options))
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        checks = [pool.submit(check, form, device, options.small) for form in FORMS]
-        waiting = [pool.submit(compile_one, *one) for one in tried]
-        failed = _sum_up([each.result() for each in checks])
-        lost = [found for found in (each.result() for each in waiting) if found]
-    print(f"{len(tried)} variants compiled, {time.perf_counter() - began:.0f} s", flush=True)
-    for line in lost:
-        print(f"left out: {line}")
+        return _sum_up(check(form, device, options.small) for form in FORMS)
+    pool = ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"))
+    checks = [pool.submit(check, form, device, options.small) for form in FORMS]
+    tried = {pool.submit(compile_one, *one): one for one in _tried(options)}
+    failed = _sum_up(each.result() for each in checks)
+    print(f"checked after {time.perf_counter() - began:.0f} s", flush=True)
+    wait(tried, timeout=max(0.0, began + COMPILED_S - time.perf_counter()))
+    ready = {one for each, one in tried.items() if each.done() and not each.result()}
+    pool.shutdown(wait=True, cancel_futures=True)
+    print(f"{len(ready)} of {len(tried)} variants after {time.perf_counter() - began:.0f} s")
     bandwidth, rate = copied_bytes_per_second(), flops_per_second()
     print(f"figure: copy = {bandwidth / 1e12:.2f} TB/s")
     print(f"figure: bf16 products = {rate / 1e12:.0f} TFLOP/s")
     for form in options.forms:
-        layer = stored(form, QWEN, 2)
+        layer = stored(form, QWEN, 2, device)
         layers = [packed(layer, form, device) for _ in range(LAYERS)]
         for rows in options.rows:
-            _report(form, rows, layers, bandwidth, rate, lost, began + options.seconds)
+            _report(form, rows, layers, bandwidth, rate, ready)
         del layers
         torch.cuda.empty_cache()
     return failed
 
 
-def _sum_up(checks: Sequence[tuple[int, str]]) -> int:
-    for _, lines in checks:
-        print(lines)
-    failed = sum(count for count, _ in checks)
+def _sum_up(checks: Iterable[tuple[int, str]]) -> int:
+    failed = 0
+    for count, lines in checks:
+        failed += count
+        print(lines, flush=True)
     print(f"verdict: {'FAILED' if failed else 'all forms are right'}", flush=True)
     return failed
 
 
 def _projection(form: str) -> PackedProjection:
-    layer = packed(stored(form, SMALL, 1), form, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    layer = packed(stored(form, SMALL, 1, cpu), form, cpu)
     bf16 = torch.empty(0, dtype=torch.bfloat16)
     return replace(layer.down, numbers=bf16) if form == "bf16" else layer.down
 
 
-def _tried(
-    options: argparse.Namespace,
-) -> Iterator[tuple[str, int, ExpertTiles | None, ExpertTiles | None]]:
-    for form in options.forms:
+def _tried(options: argparse.Namespace) -> Iterator[Variant]:
+    """What is compared with the sizes that are chosen, which the checks compile."""
+    for form in (form for form in SWEPT if form in options.forms):
         projection = _chunked(form)
-        for one in of_one(projection):
+        for rows in (1, 2, 40):
+            for tiles in list(candidates(128 if rows == 40 else 16, projection))[1:]:
+                yield form, rows, tiles, None
+        for one in list(of_one(projection))[1:]:
             yield form, 1, None, one
-        for rows in (16, 128):
-            for tiles in candidates(rows, projection):
-                yield form, 2 if rows == 16 else 40, tiles, None
-                if rows == 16:
-                    yield form, 1, tiles, None
+
+
+def _launch(rows: int) -> int:
+    """Rows of the trial that compiles what so many rows launch."""
+    return 1 if rows == 1 else 2 if rows <= 128 else 40
 
 
 def _chunked(form: str) -> PackedProjection:
@@ -328,8 +340,7 @@ def _report(
     layers: Sequence[GroupedExperts],
     bandwidth: float,
     rate: float,
-    lost: Sequence[str],
-    deadline: float,
+    ready: set[Variant],
 ) -> None:
     timer = Timer(layers, rows, QWEN)
     flops = 2.0 * rows * QWEN.per_token * 3 * QWEN.dim * QWEN.inner
@@ -350,7 +361,7 @@ def _report(
     if rows == 1:
         ways += [(None, one) for one in of_one(projection)]
     for tiles, one in ways[1:]:
-        if time.perf_counter() > deadline or any(f"{tiles} {one}" in line for line in lost):
+        if (form, _launch(rows), tiles, one) not in ready:
             continue
         for layer in layers:
             with_tiles(layer, tiles, one)

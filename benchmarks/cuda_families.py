@@ -1,19 +1,23 @@
 """Checks models of experts and of latent attention on a CUDA device, end to end:
 python -m benchmarks.cuda_families [--speed]
 
-Greedy tokens of tiny random float32 models against transformers, captured and eager; with --speed
-also decode steps of a few layers of the shape of Qwen3-30B-A3B, random bfloat16 weights, and the
-share of the time that reading the active experts must take. Needs no network. With --device cpu
---small it tries the script itself.
+Greedy tokens of tiny random float32 models against transformers, captured and eager, and of rounded
+experts against a CPU; with --speed also decode steps of a few layers of the shape of Qwen3-30B-A3B,
+random bfloat16 weights, and the share of the time that reading the active experts must take. Needs
+no network. With --device cpu --small it tries the script itself.
 """
 
 import argparse
 import tempfile
+from typing import TYPE_CHECKING
 
 import torch
 
 import banyan
 from benchmarks.cuda_check import generate, greedy, prompts_of, random_engine, step_seconds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _BASE = {
     "vocab_size": 512,
@@ -68,20 +72,25 @@ def main() -> int:
     parser.add_argument("--bandwidth", type=float, default=3.0e12)
     options = parser.parse_args()
     failed = sum(_same_tokens(name, options) for name in MODELS)
+    failed += sum(_same_rounded_tokens(type, options.device) for type in ("q4_0", "q8_0"))
     if options.speed:
         _speed(options)
     print(f"verdict: {'FAILED' if failed else 'all tokens equal the ones of transformers'}")
     return failed
 
 
-def _same_tokens(name: str, options: argparse.Namespace) -> int:
-    """How many ways to run it give other tokens than transformers."""
+def _model_of(name: str) -> "PreTrainedModel":
     import transformers
 
     torch.manual_seed(7)
     make = getattr(transformers, f"{name}Config")
     config = make(**MODELS[name], initializer_range=0.2, eos_token_id=None, bos_token_id=None)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def _same_tokens(name: str, options: argparse.Namespace) -> int:
+    """How many ways to run it give other tokens than transformers."""
+    model = _model_of(name)
     prompts = prompts_of([5 + 11 * i for i in range(5)])
     wanted = [greedy(model, prompt, 24) for prompt in prompts]
     failed = 0
@@ -93,6 +102,18 @@ def _same_tokens(name: str, options: argparse.Namespace) -> int:
             failed += same < len(got)
             print(f"{name}: {same}/{len(got)} as transformers, {way} ({summary})")
     return failed
+
+
+def _same_rounded_tokens(type: str, device: str) -> int:
+    """Whether a model with experts rounded at load gives other tokens than on the CPU: 0 or 1."""
+    prompts = prompts_of([5 + 11 * i for i in range(5)])
+    with tempfile.TemporaryDirectory() as folder:
+        _model_of("Qwen3Moe").save_pretrained(folder)
+        wanted, _ = generate(folder, prompts, 24, "cpu", quantization=type)
+        got, summary = generate(folder, prompts, 24, device, quantization=type)
+    same = sum(a == b for a, b in zip(got, wanted, strict=True))
+    print(f"Qwen3Moe: {same}/{len(got)} as on the CPU, rounded to {type} ({summary})")
+    return int(same < len(got))
 
 
 def _speed(options: argparse.Namespace) -> None:

@@ -54,7 +54,8 @@ SERVING, ATTENTION = "-m benchmarks.cuda_serving", "-m benchmarks.cuda_attention
 ON_CPU = "--device cpu --small"
 PARTS = {
     "kernels": Part(_tests("kernels", "adapters", "latent"), 120),
-    "product kernels": Part(_tests("products", "experts"), 120),
+    "product kernels": Part(_tests("products"), 120),
+    "expert kernels": Part(_tests("experts"), 150),
     "fp8 kernels": Part(_tests("fp8"), 120),
     "state kernels": Part(_tests("state", "branches", "families"), 120),
     "tokens of graphs": Part(f"{GRAPHS} --parts tokens memory", 150, ON_CPU),
@@ -63,12 +64,12 @@ PARTS = {
     "pages": Part(f"{CHECK} --parts pages", 120, ON_CPU),
     "adapters": Part(f"{CHECK} --parts adapters", 120, ON_CPU),
     "ranks": Part("-m benchmarks.cuda_ranks --parts nccl processes", 120),
-    "ranks of one GPU": Part("-m pytest -q tests/parallel/test_one_gpu.py", 100),
+    "ranks of one GPU": Part("-m pytest -q tests/parallel/test_cuda_ranks.py", 100),
     "sums of ranks": Part("-m benchmarks.cuda_ranks --parts streams", 90, is_timed=True),
     "speed": Part(
         f"{CHECK} --parts speed --without-transformers --rows 1 64", 90, ON_CPU, is_timed=True
     ),
-    "experts": Part("-m benchmarks.cuda_experts", 90, is_timed=True),
+    "experts": Part("-m benchmarks.cuda_experts", 110, is_timed=True),
     "fp8 models": Part("-m benchmarks.cuda_products --model", 150, "--device cpu"),
     "products": Part("-m benchmarks.cuda_products", 90, is_timed=True),
     "speed of fp8": Part(

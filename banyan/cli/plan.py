@@ -189,7 +189,8 @@ def _of_quantised(config: Config, model_config: ModelConfig, is_host: bool) -> i
     has_kernels = is_host and config.model.activation_dtype == "float32"
     rounded_to = _ROUNDED_TO.get(config.model.quantization, "") if has_kernels else ""
     keeps_fp8 = has_kernels or facts_of(config).keeps_fp8
-    return kept_size_of_folder(model_config, keeps_fp8, rounded_to)
+    keeps_fp4 = facts_of(config).keeps_fp8 and not is_host
+    return kept_size_of_folder(model_config, keeps_fp8, rounded_to, keeps_fp4)
 
 
 def _lines(

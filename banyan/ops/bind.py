@@ -28,7 +28,7 @@ from banyan.ops.api import (
     PrologueShape,
     Recorder,
 )
-from banyan.ops.stored import E4M3_DYNAMIC, STORAGE_TYPES, StoredWeight
+from banyan.ops.stored import E4M3, E4M3_DYNAMIC, STORAGE_TYPES, StoredWeight
 
 log = logger(__name__)
 
@@ -156,6 +156,7 @@ class Kernel:
         waits: it copies numbers from the device, so a step with it cannot be captured.
         plain_pages: turns K and V pages of its layout into plain ones, for PLAIN_PAGES None.
         sees_ahead: attention that takes `ends`.
+        keeps: storage types that experts keep although projections do not.
     """
 
     supports: Callable[[OpSpec], str | None]
@@ -166,6 +167,7 @@ class Kernel:
     waits: bool = False
     plain_pages: Callable[..., object] | None = None
     sees_ahead: bool = False
+    keeps: tuple[str, ...] = ()
 
     def function(self, toolkit: object) -> Callable[..., object]:
         """The function, bound to the toolkit if it needs one."""
@@ -198,6 +200,8 @@ class Choice:
     """It copies numbers from the device."""
     plain_pages: Callable[..., object] | None = None
     """Turns pages of its layout into plain ones."""
+    keeps: tuple[str, ...] = ()
+    """Storage types of experts that stay as they are."""
 
 
 KernelTable = Mapping[str, list[str]]
@@ -309,6 +313,13 @@ class BoundOps:
             for name, storage in STORAGE_TYPES.items()
             if not storage.is_float and f"linear[{name}]" in served
         ]
+
+    @property
+    def kept_floats(self) -> list[str]:
+        """Storage types of floats of few bits that stay as they are: all of 8 bits, where the
+        products of one type do, and others of the experts' kernel."""
+        eight = (E4M3, E4M3_DYNAMIC) if E4M3 in self.kept_types else ()
+        return [*eight, *(type for choice in self.choices for type in choice.keeps)]
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} is bound: kernels are chosen once")
@@ -494,6 +505,7 @@ def _choose(
                 kernel.rounds_activations,
                 kernel.waits,
                 kernel.plain_pages,
+                kernel.keeps,
             )
             return choice, kernel.function(spec.toolkit)
         declined.append((name, reason))

@@ -447,7 +447,7 @@ FORMS = {
         zp_dtype="torch.uint8",
     ),
     "compressed-tensors nvfp4": compressed(
-        "BF16",
+        "NVFP4",
         "nvfp4-pack-quantized",
         num_bits=4,
         type="float",
@@ -469,7 +469,7 @@ FORMS = {
     ),
     "modelopt fp8": Form(fp8_by_tensor, {"quant_method": "modelopt", "quant_algo": "FP8"}, "E4M3"),
     "modelopt nvfp4": Form(
-        modelopt_fp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "BF16"
+        modelopt_fp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"
     ),
     "modelopt fp8 by output": Form(
         flat_scale(fp8_by_output),

@@ -45,9 +45,9 @@ def test_weights_are_those_that_are_meant_in_few_bits(name, tmp_path):
     assert weights["model.norm.weight"].type == "F32"
     model_config = read_model_config(str(tmp_path))
     kept = [kept_bytes(w.type, w.shape) or w.raw.numel() for w in weights.values()]
-    assert kept_size_of_folder(model_config, keeps_fp8=True) == sum(kept)
+    assert kept_size_of_folder(model_config, keeps_fp8=True, keeps_fp4=True) == sum(kept)
     wide = [
-        n * 2 * 32 // 36 if w.type == "E4M3" else n
+        2 * w.dense.numel() if w.type in ("E4M3", "NVFP4") else n
         for n, w in zip(kept, weights.values(), strict=True)
     ]
     assert kept_size_of_folder(model_config, keeps_fp8=False) == sum(wide)

@@ -34,9 +34,10 @@ def test_quantised_weights_are_kept_and_floats_are_the_vendors(monkeypatch):
     monkeypatch.setattr(needs, "has_triton", lambda: True)
     ops = kernels_of({})
     assert sorted(ops.kept_types) == sorted(QUANTISED)
+    assert sorted(ops.kept_floats) == ["E4M3", "E4M3_DYNAMIC", "NVFP4"]
     assert served(ops)["linear[BF16]"] == served(ops)["linear[IQ2_S]"] == bind.REFERENCE
     monkeypatch.setattr(needs, "has_triton", lambda: False)
-    assert kernels_of({}).kept_types == []
+    assert kernels_of({}).kept_types == kernels_of({}).kept_floats == []
 
 
 def test_a_rounding_that_is_asked_for_takes_the_float_weights(monkeypatch):

@@ -48,7 +48,7 @@ from banyan.models.weights.reader import Transform, read_tensors, tensor_types
 from banyan.models.whisper import WhisperLM
 from banyan.ops.api import Ops
 from banyan.ops.bind import BoundOps
-from banyan.ops.stored import E4M3, RawTensor, StoredWeight
+from banyan.ops.stored import RawTensor, StoredWeight
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -174,9 +174,8 @@ def tensors_of(
         tensors = with_numbered_blocks(tensors, model_config)
     for transform in transforms:
         tensors = transform(tensors)
-    if not isinstance(ops, BoundOps) or E4M3 not in ops.kept_types:
-        tensors = with_plain_floats(tensors)
-    return tensors
+    kept = ops.kept_floats if isinstance(ops, BoundOps) else ()
+    return with_plain_floats(tensors, kept)
 
 
 def load_tower(
@@ -228,9 +227,8 @@ def _tower_tensors(
     tensors = ((tower_name(name) or name, tensor) for name, tensor in tensors)
     for transform in transforms:
         tensors = transform(tensors)
-    if not isinstance(ops, BoundOps) or E4M3 not in ops.kept_types:
-        tensors = with_plain_floats(tensors)
-    return tensors
+    kept = ops.kept_floats if isinstance(ops, BoundOps) else ()
+    return with_plain_floats(tensors, kept)
 
 
 def _of_blocks(

@@ -226,7 +226,8 @@ def pack_projection(
 def _kind_of(weights: Sequence[StoredWeight], rounding: str) -> NumberType | None:
     """None = floats."""
     types = {weight.type for weight in weights}
-    if rounding and all(STORAGE_TYPES[type].is_float for type in types):
+    floats = () if rounding == FP8 else (E4M3, E4M3_DYNAMIC, NVFP4)
+    if rounding and all(STORAGE_TYPES[type].is_float or type in floats for type in types):
         shape = weights[0].shape
         if shape[1] % BLOCK == 0:
             return _ROUNDED if rounding == FP8 else _rounded_to(rounding)

@@ -19,7 +19,7 @@ from banyan.ops.cuda.expert_weights import PackedProjection, pack_projection, pa
 from banyan.ops.cuda.needs import QUANTIZATIONS, CudaToolkit, declines, power_of_two
 from banyan.ops.experts_api import PackedExperts, StoredExperts
 from banyan.ops.lora import ExpertSides
-from banyan.ops.stored import StoredWeight
+from banyan.ops.stored import NVFP4, StoredWeight
 
 _GATES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SUM_BLOCK = 1024
@@ -437,5 +437,5 @@ def packer(toolkit: object) -> Callable[..., PackedExperts]:
     return pack
 
 
-experts = Kernel(supports=declines, make=packer)
+experts = Kernel(supports=declines, make=packer, keeps=(NVFP4,))
 combine_experts = Kernel(supports=declines, run=_combine_experts)

@@ -68,8 +68,8 @@ FORMS = {
         f"{_HERE}.compressed:open_compressed",
         "`int-quantized`, `pack-quantized` (2 to 8 bits), `float-quantized`, `naive-quantized`, "
         "`mxfp4-pack-quantized`, `nvfp4-pack-quantized`, mixed by module",
-        "Q8_0 for 8-bit integers; Q4_0, Q4_1 for 4 bits; MXFP4 as it is; fp8 as the form fp8; BF16 "
-        "for NVFP4",
+        "Q8_0 for 8-bit integers; Q4_0, Q4_1 for 4 bits; MXFP4 as it is; fp8 as the form fp8; "
+        "NVFP4, or BF16 where experts do not multiply with it",
     ),
     "w8a8_int8": QuantForm(
         f"{_HERE}.int8:open_int8", "8-bit integers, a scale per output, symmetric", "Q8_0"
@@ -92,7 +92,7 @@ FORMS = {
     "modelopt": QuantForm(
         f"{_HERE}.modelopt:open_modelopt",
         "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, mixed by module",
-        "FP8 and MXFP8 as the form fp8; BF16 for NVFP4",
+        "FP8 and MXFP8 as the form fp8; NVFP4, or BF16 where experts do not multiply with it",
     ),
     "auto-round": QuantForm(
         f"{_HERE}.gptq_awq:open_auto_round",

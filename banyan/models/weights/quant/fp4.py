@@ -1,7 +1,8 @@
 """4-bit floats (e2m1), two in a byte, the first in the low half; and mxfp4, the form of gpt-oss.
 
 In blocks of 32 with a power of two each (MXFP4, OCP Microscaling 1.0) the numbers keep their bits.
-In groups of 16 with an fp8 scale, and one more for the tensor (NVFP4), they become bf16.
+In groups of 16 with an fp8 scale, and one more for the tensor (NVFP4), they do on devices whose
+experts multiply with them; elsewhere they become bf16.
 
 mxfp4 stores stacks of experts; the rest of the checkpoint is bf16:
     …_blocks uint8 [experts, out, in/32, 16]
@@ -17,10 +18,8 @@ from banyan.base.errors import ModelError
 from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.models.weights.quant.base import Parts, Restored, numbers_of
 from banyan.ops import blocks
-from banyan.ops.blocks import BLOCK
-from banyan.ops.stored import StoredWeight
-
-_NV_GROUP = 16
+from banyan.ops.blocks import BLOCK, NV_GROUP
+from banyan.ops.stored import NVFP4, StoredWeight
 
 
 def _codes(octets: Tensor) -> Tensor:
@@ -45,13 +44,11 @@ def from_mxfp4(octets: Tensor, exponents: Tensor) -> Restored:
 def from_nvfp4(octets: Tensor, scale: Tensor, factor: float) -> Restored:
     """octets: [out, in/2] uint8; scale: [out, in/16]; factor: of all scales."""
     shape = (octets.shape[0], octets.shape[1] * 2)
-    if tuple(scale.shape) != (shape[0], shape[1] // _NV_GROUP):
+    if tuple(scale.shape) != (shape[0], shape[1] // NV_GROUP):
         raise ModelError(f"scales of shape {list(scale.shape)} for {list(shape)} numbers")
-    halves = torch.tensor(blocks.E2M1_HALVES, dtype=torch.float32)
-    values = halves[_codes(octets).long()] * 0.5
-    values *= (scale.float() * factor).repeat_interleave(_NV_GROUP, 1)
-    why = f"groups of {_NV_GROUP} values are not whole blocks of {BLOCK}"
-    return Restored(StoredWeight.from_tensor(values.bfloat16()), why)
+    codes = _codes(octets).view(-1, NV_GROUP)
+    raw = blocks.lay_nvfp4(codes, scale.contiguous().view(-1, 1), factor)
+    return Restored(StoredWeight(NVFP4, shape, raw.view(shape[0], -1)))
 
 
 _PARTS = ("blocks", "scales")

@@ -14,7 +14,7 @@ Source: the `quantization_config` of deepseek-ai/DeepSeek-V3 and of transformers
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,11 +33,20 @@ from banyan.models.weights.quant.base import (
 )
 from banyan.models.weights.quant.groups import from_groups
 from banyan.ops.blocks import BLOCK
-from banyan.ops.stored import E4M3, E4M3_DYNAMIC, FLOAT8_TYPES, StoredWeight, room_for
+from banyan.ops.stored import (
+    E4M3,
+    E4M3_DYNAMIC,
+    FLOAT8_TYPES,
+    NVFP4,
+    RawTensor,
+    StoredWeight,
+    room_for,
+)
 
 log = logger(__name__)
 
 FLOATS_OF_8_BITS = (E4M3, E4M3_DYNAMIC)
+FLOATS_OF_FEW_BITS = (*FLOATS_OF_8_BITS, NVFP4)
 _SCALES = ("weight_scale_inv", "weight_scale")
 _ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _MAX_BLOCK = 1 << 16
@@ -128,8 +137,8 @@ def _factors(scale: Tensor) -> Tensor:
 
 
 def plain(weight: StoredWeight) -> StoredWeight:
-    """Numbers of 8 bits as bf16, others as they are. weight: [out, in] or [experts, out, in]"""
-    if weight.type not in FLOATS_OF_8_BITS:
+    """Floats of few bits as bf16, others as they are. weight: [out, in] or [experts, out, in]"""
+    if weight.type not in FLOATS_OF_FEW_BITS:
         return weight
     if len(weight.shape) == _STACKED:
         each = [plain(weight.at(index)) for index in range(weight.shape[0])]
@@ -141,14 +150,26 @@ def plain(weight: StoredWeight) -> StoredWeight:
     return StoredWeight.from_tensor(found)
 
 
-def with_plain_floats(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-    """For devices that do not multiply with floats of 8 bits."""
+def with_plain_floats(
+    tensors: Iterator[tuple[str, Stored]], kept: Collection[str] = ()
+) -> Iterator[tuple[str, Stored]]:
+    """For devices that do not multiply with floats of few bits.
+
+    Args:
+        kept: storage types with which the device multiplies.
+    """
     count = 0
     for name, tensor in tensors:
-        count += tensor.type in FLOATS_OF_8_BITS
-        yield name, plain(tensor) if isinstance(tensor, StoredWeight) else tensor
+        if isinstance(tensor, RawTensor) or tensor.type in kept:
+            yield name, tensor
+            continue
+        count += tensor.type in FLOATS_OF_FEW_BITS
+        yield name, plain(tensor)
     if count:
-        log.info("%d weights of 8-bit floats became bf16, which this device multiplies with", count)
+        log.info(
+            "%d weights of few-bit floats became bf16, which this device multiplies with",
+            count,
+        )
 
 
 def _misfit(values: Tensor, block: tuple[int, int]) -> str:

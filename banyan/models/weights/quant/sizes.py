@@ -14,18 +14,21 @@ from banyan.models.weights.names import split_numbers
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import CACHE_SCALES, QuantMethod, Stored
 from banyan.models.weights.reader import as_stored, as_tensor
-from banyan.ops.stored import E4M3, STORAGE_TYPES
+from banyan.ops.stored import E4M3, NVFP4, STORAGE_TYPES
 
 _Where = Mapping[str, tuple[Path, TensorInfo]]
 _Kind = tuple[str, tuple[tuple[str, str, tuple[int, ...]], ...]]
 """A kind of quantised weight: name without numbers, and type and shape of each of its tensors."""
 
 
-def kept_size_of_folder(model_config: ModelConfig, keeps_fp8: bool, rounded_to: str = "") -> int:
+def kept_size_of_folder(
+    model_config: ModelConfig, keeps_fp8: bool, rounded_to: str = "", keeps_fp4: bool = False
+) -> int:
     """Bytes of all weights in memory.
 
     Args:
         keeps_fp8: the device multiplies with floats of 8 bits.
+        keeps_fp4: its experts multiply with NVFP4.
         rounded_to: storage type that floats of quantised weights are rounded to, "" = none.
 
     Raises:
@@ -53,7 +56,7 @@ def kept_size_of_folder(model_config: ModelConfig, keeps_fp8: bool, rounded_to: 
         found = [(last, where[name][1]) for last, name in sorted(parts.items())]
         kind = split_numbers(stem)[0], tuple((last, t.type, t.shape) for last, t in found)
         if kind not in known:
-            known[kind] = _kept(method, stem, parts, where, floats)
+            known[kind] = _kept(method, stem, parts, where, floats, keeps_fp4)
         size += known[kind]
     return size
 
@@ -67,7 +70,12 @@ def _found(path: str) -> _Where:
 
 
 def _kept(
-    method: QuantMethod, stem: str, parts: Mapping[str, str], where: _Where, floats: str
+    method: QuantMethod,
+    stem: str,
+    parts: Mapping[str, str],
+    where: _Where,
+    floats: str,
+    keeps_fp4: bool,
 ) -> int:
     """Bytes of one weight, restored as it is when it is loaded.
 
@@ -84,7 +92,7 @@ def _kept(
     restored = method.restore(stem, read)
     bias = restored.bias.raw.numel() if restored.bias is not None else 0
     weight, type = restored.weight, restored.weight.type
-    if type == E4M3 and not floats:
+    if (type == E4M3 and not floats) or (type == NVFP4 and not keeps_fp4):
         return bias + 2 * math.prod(weight.shape)
     if floats != E4M3 and (STORAGE_TYPES[type].is_float or type == E4M3):
         type = floats or type

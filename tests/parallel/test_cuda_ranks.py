@@ -21,10 +21,9 @@ from banyan.platform.base import Platform
 from banyan.platform.cuda import CudaPlatform
 from tests.ops.triton_device import ABSENCE, IS_INTERPRETED
 from tests.parallel.ranks import together
-from tests.parallel.test_steps import requests
 from tests.runner.conftest import build_runner
 from tests.support.captured import Elsewhere
-from tests.support.runner_driver import Driver
+from tests.support.runner_driver import Driver, Request, greedy
 
 pytestmark = pytest.mark.skipif(bool(ABSENCE), reason=ABSENCE)
 SIZES = {
@@ -39,6 +38,7 @@ SIZES = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 MODELS = {"Llama": {}, "Qwen3Moe": EXPERTS}
 """Models of transformers, of any release; each rank holds whole experts."""
+LENGTHS = (1, 5, 19)
 FILES = Sizes(programs=2, block=256, warps=1, slot_bytes=1 << 15, at_once=((8, 4096),))
 
 
@@ -110,8 +110,11 @@ def answer(rank: int, size: int, address: str, folders: dict[str, Path]) -> list
             groups = Groups.with_experts_apart(group) if experts else Groups.of(group)
         model_config = read_model_config(str(folders[name]))
         runner = build_runner(model_config, groups, platform=platform)
-        asked = requests()
-        Driver(runner).run(asked, chunk=24)
+        asked = [
+            Request([(7 * i * i + 3 * i + n) % 97 for i in range(n)], greedy(6), score_from=0)
+            for n in LENGTHS
+        ]
+        Driver(runner).run(asked, chunk=8)
         scores = [[r.scores[p] for p in sorted(r.scores)] for r in asked]
         found.append((runner.forward.how, [r.output for r in asked], scores))
     return found
