@@ -4,10 +4,10 @@ A packed weight is numbers, and factors in tensors of their own. The inputs are 
 share a factor. All outputs of a chunk are adjacent, so a thread block reads contiguous memory. A
 byte of 4-bit numbers has two chunks: the even one low, the odd one high.
 
-Up to UNPACK_ABOVE rows one kernel reads the integers and multiplies; from ROUND_ABOVE on it
+Up to UNPACK_ABOVE rows one kernel reads the integers and multiplies; above ROUND_ABOVE it
 multiplies them by their factors first. With more rows the weight is unpacked for a product of the
-vendor's library; the product then costs more than the unpacking. The
-inputs are cut into parts whose sums are added in order. So a result depends on the number of rows,
+vendor's library; the product then costs more than the unpacking. The inputs are cut into parts,
+whose sums the last thread block of a tile adds in order. So a result depends on the number of rows,
 never on the order of the thread blocks.
 """
 
