@@ -11,6 +11,7 @@ import copy
 import gc
 import json
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -73,8 +74,6 @@ ADAPTER_WAYS = {
 INPUT, OUTPUT = 128, 128
 BITS = {"q4_0": 4.5, "q4_1": 5, "q8_0": 8.5, "int8": 8.5, "fp8": 8}
 """Of a weight with its share of a block's scale."""
-READ_BYTES_PER_S = 4.3e12
-"""What a copy on an H200 has moved; --bandwidth gives another."""
 
 
 def main() -> int:
@@ -105,7 +104,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--bandwidth", type=float, default=READ_BYTES_PER_S)
+    parser.add_argument("--bandwidth", type=float, help="bytes per second; default: a copy's")
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--quantization", default="", help="of the model that is timed")
     parser.add_argument(
@@ -470,6 +469,22 @@ def step_seconds(
     return (took[2] - took[1]) / (OUTPUT - 8)
 
 
+def copied_bytes_per_second(device: str) -> float:
+    """What a copy of 1 GiB moves, read and written."""
+    source = torch.zeros(1 << (30 if device == "cuda" else 24), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    wait = torch.cuda.synchronize if device == "cuda" else time.perf_counter
+    took = []
+    for _ in range(6):
+        wait()
+        began = time.perf_counter()
+        for _ in range(8):
+            target.copy_(source)
+        wait()
+        took.append((time.perf_counter() - began) / 8)
+    return 2 * source.nbytes / statistics.median(took)
+
+
 def _prompts(rows: int, vocab: int) -> list[list[int]]:
     return [[(131 * row + 17 * at) % vocab for at in range(INPUT)] for row in range(rows)]
 
@@ -512,7 +527,7 @@ def _report(
     )
     weights = (projections * bits + shape["vocab_size"] * width * head_bits) / 8
     read = weights + rows * (INPUT + OUTPUT // 2) * 4 * layers * kv
-    bound = read / options.bandwidth / step_s
+    bound = read / (options.bandwidth or copied_bytes_per_second(options.device)) / step_s
     print(
         f"{who:<13} {rows:>4} rows: {step_s * 1e3:8.3f} ms a step, {rows / step_s:9.0f} tokens/s, "
         f"{bound:6.1%} of the bandwidth bound"

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 import banyan
-from benchmarks.cuda_check import generate, greedy, prompts_of, random_engine, step_seconds
+from benchmarks.cuda_check import (
+    copied_bytes_per_second,
+    generate,
+    greedy,
+    prompts_of,
+    random_engine,
+    step_seconds,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +76,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--bandwidth", type=float, default=3.0e12)
+    parser.add_argument("--bandwidth", type=float, help="bytes per second; default: a copy's")
     options = parser.parse_args()
     failed = sum(_same_tokens(name, options) for name in MODELS)
     failed += sum(_same_rounded_tokens(type, options.device) for type in ("q4_0", "q8_0"))
@@ -138,9 +145,10 @@ def _report(
     experts = active * 3 * dim * shape["moe_intermediate_size"]
     others = 2 * dim * heads * shape["head_dim"] + 2 * dim * count
     read = 2 * (shape["num_hidden_layers"] * (experts + others) + dim * shape["vocab_size"])
+    bandwidth = options.bandwidth or copied_bytes_per_second(options.device)
     print(
         f"{rows:>4} rows: {step * 1e6:8.1f} us a step of {shape['num_hidden_layers']} layers, "
-        f"{active:.0f} active experts by evenness, {read / options.bandwidth / step:6.1%} of the "
+        f"{active:.0f} active experts by evenness, {read / bandwidth / step:6.1%} of the "
         "bandwidth bound"
     )
 
