@@ -277,7 +277,7 @@ FLAGS = (
     Flag(
         "cpu-activations",
         "model.cpu_activations",
-        "fp32 = exact float32 activations; auto = the fastest kernels of this CPU",
+        "fp32 = no kernel rounds activations to integers or 8-bit floats; auto = the fastest ones",
         choices=("auto", "fp32"),
         documented=False,
         proof="tests/system/test_flag_effects.py::test_the_exact_path_declines_kernels_that_round",

@@ -246,7 +246,7 @@ _RULES = (
     ),
     _Ignored(
         "enable-fp32-lm-head",
-        lambda c: c.model.cpu_activations == "fp32",
+        lambda c: facts_of(c).is_host and c.model.cpu_activations == "fp32",
         "--cpu-activations fp32 computes everything in float32",
     ),
     _Ignored(
