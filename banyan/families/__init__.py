@@ -116,6 +116,7 @@ FAMILIES: Table[Family] = Table(
         "MistralModel": "banyan.families.llama:LLAMA_BODY",
         "Qwen2Model": "banyan.families.qwen:QWEN2_BODY",
         "Qwen3Model": "banyan.families.qwen:QWEN3_BODY",
+        "Gemma3TextModel": "banyan.families.gemma:GEMMA3_BODY",
         "LlamaForSequenceClassification": "banyan.families.llama:LLAMA_BODY",
         "MistralForSequenceClassification": "banyan.families.llama:LLAMA_BODY",
         "Qwen2ForSequenceClassification": "banyan.families.qwen:QWEN2_BODY",

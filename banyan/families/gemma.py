@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from banyan.families.base import GELU_TANH, Family, GgufForm, HubForm, full_at_every
+from banyan.families.base import (
+    GELU_TANH,
+    Family,
+    GgufForm,
+    HubForm,
+    full_at_every,
+    without_logits,
+)
 from banyan.families.names import (
     GGUF_NAMES,
     GGUF_QK_NORM,
@@ -135,6 +142,18 @@ VAULT_GEMMA = replace(
     post_norm=False,
 )
 
+
+def _gemma3_body(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    """EmbeddingGemma (arXiv 2509.20354): every token sees both ways, half a window each."""
+    looks_ahead = fields.flag("use_bidirectional_attention", default=False)
+    plain = fields.with_values({"use_bidirectional_attention": False})
+    return replace(
+        without_logits(fields, _of_hub(plain, model_config)),
+        is_encoder=looks_ahead,
+        window=model_config.window // 2 + 1 if looks_ahead else model_config.window,
+    )
+
+
 GEMMA3 = Family(
     hub=replace(
         _FORM,
@@ -151,3 +170,5 @@ GEMMA3 = Family(
     post_norm=True,
     qk_norm="head",
 )
+
+GEMMA3_BODY = replace(GEMMA3, hub=replace(GEMMA3.hub, more=_gemma3_body), gguf=None)

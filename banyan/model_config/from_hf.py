@@ -26,6 +26,7 @@ from banyan.model_config.model_config import (
     CLS,
     LAST,
     MEAN,
+    DenseFacts,
     ModelConfig,
     Pooling,
     QuantFacts,
@@ -421,7 +422,8 @@ _MODES = {
     "pooling_mode_mean_tokens": MEAN,
     "pooling_mode_lasttoken": LAST,
 }
-_KNOWN = ("Transformer", "Pooling", "Normalize")
+DENSE_ACTIVATIONS = ("identity", "tanh")
+_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
 def is_classifier(architecture: str) -> bool:
@@ -482,6 +484,9 @@ def read_pooling(model_config: ModelConfig) -> Pooling:
             pooling = replace(
                 pooling, kind=_kind(os.path.join(model_config.path, folder, "config.json"))
             )
+        if name == "Dense":
+            dense = _dense(os.path.join(model_config.path, folder))
+            pooling = replace(pooling, dense=(*pooling.dense, dense))
         if name == "Normalize":
             pooling = replace(pooling, normalize=True)
     return pooling
@@ -514,6 +519,22 @@ def _kind(path: str) -> str:
             hint=f"one of {', '.join(_MODES)} is known here",
         )
     return found[0]
+
+
+def _dense(folder: str) -> DenseFacts:
+    path = os.path.join(folder, "config.json")
+    fields = CheckpointFields(read_json(path, is_needed=True), path)
+    asked = fields.text("activation_function", default="torch.nn.modules.activation.Tanh")
+    activation = asked.rpartition(".")[2].lower()
+    if activation not in DENSE_ACTIVATIONS:
+        raise fields.error("activation_function", asked, " or ".join(DENSE_ACTIVATIONS))
+    return DenseFacts(
+        os.path.join(folder, "model.safetensors"),
+        fields.integer("in_features", 1, MAX_WIDTH),
+        fields.integer("out_features", 1, MAX_WIDTH),
+        fields.flag("bias", default=True),
+        activation,
+    )
 
 
 def _plain_modes(path: str) -> list[str]:

@@ -262,16 +262,34 @@ CLS = "cls"
 
 
 @dataclass(frozen=True)
+class DenseFacts:
+    """A projection of pooled vectors, as sentence-transformers stores it.
+
+    Attributes:
+        path: its file of weights: `linear.weight`, and `linear.bias` if it has one.
+        activation: "identity" | "tanh".
+    """
+
+    path: str
+    inputs: int
+    outputs: int
+    has_bias: bool
+    activation: str
+
+
+@dataclass(frozen=True)
 class Pooling:
     """How the hidden states of a prompt become one vector.
 
     Attributes:
         kind: "last" token | "mean" of all tokens | "cls", the first token.
         normalize: scale the vector to length one.
+        dense: projections after the pooling, in order.
     """
 
     kind: str = LAST
     normalize: bool = True
+    dense: tuple["DenseFacts", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -317,7 +335,7 @@ class ModelConfig:
     window_heads: int = 0
     """Heads of "window" layers; 0 = as many as the others have."""
     window: int = 0
-    """Tokens that a "window" layer sees, its own position included."""
+    """Tokens that a "window" layer sees, its own position included; of an encoder, to each side."""
     qk_norm: str = ""
     """As `Family.qk_norm`, if it differs between models of a family."""
     parallel: str | None = None

@@ -200,7 +200,7 @@ class DecoderLM(nn.Module):
             else nn.Identity()
             for layer in range(model_config.num_layers)
         )
-        self.caches: list[LayerCache] = caches_of(self)
+        self.caches: list[LayerCache] = [] if model_config.is_encoder else caches_of(self)
         self.rotaries = {
             rope: Rotary(
                 rope.dim or model_config.rotary_dim or model_config.head_dim,

@@ -183,7 +183,8 @@ class _Writing(PagedStep):
 
 
 class EncoderAttention:
-    """Each row is a whole prompt whose tokens all attend to each other; no pages."""
+    """Each row is a whole prompt whose tokens all attend to each other, in window layers to those
+    near by; no pages."""
 
     def __init__(self, ops: Ops, store: KVStore) -> None:
         """Takes the arguments of every backend; keeps nothing between steps."""
@@ -202,12 +203,15 @@ class _BoundEncoder:
         self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         assert sinks is None, "no encoder has sinks"
-        borders = zip(self.row_starts, self.row_starts[1:], strict=False)
+        borders = list(zip(self.row_starts, self.row_starts[1:], strict=False))
+        longest = max(end - start for start, end in borders)
+        near = _near(longest, spec.window, q.device) if 0 < spec.window < longest else None
         rows = [
             scaled_dot_product_attention(
                 q[start:end].transpose(0, 1),  # [heads, tokens of the row, head_dim]
                 k[start:end].transpose(0, 1),
                 v[start:end].transpose(0, 1),
+                attn_mask=None if near is None else near[: end - start, : end - start],
                 scale=spec.scale,
                 enable_gqa=spec.heads != spec.kv_heads,
             ).transpose(0, 1)
@@ -227,6 +231,12 @@ class _BoundEncoder:
 
     def latent_pages(self, layer: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
         raise NotImplementedError("no encoder has latent attention")
+
+
+def _near(count: int, window: int, device: torch.device) -> Tensor:
+    """Which tokens are less than `window` apart: [count, count] bool."""
+    places = torch.arange(count, device=device)
+    return (places[:, None] - places[None, :]).abs() < window
 
 
 BACKENDS: Table[Callable[[Ops, KVStore], AttentionBackend]] = Table(

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.base.log import logger
+from banyan.base.errors import ModelError
+from banyan.base.log import logger, printable
+from banyan.formats.arrays import read_arrays
 from banyan.lora.slots import AdapterSlots
 from banyan.messages.plan import (
     HIDDEN,
@@ -25,7 +27,7 @@ from banyan.messages.plan import (
     StepPlan,
     StepResult,
 )
-from banyan.model_config.model_config import CLS, MEAN, Pooling
+from banyan.model_config.model_config import CLS, MEAN, DenseFacts, Pooling
 from banyan.models.base import Model
 from banyan.ops.lora import AdapterTokens
 from banyan.platform.base import Platform
@@ -93,6 +95,35 @@ class StepOutputs:
         return platform.fetch([*tensors, *(self.hidden or {}).values()])
 
 
+class _Dense:
+    """A projection of vectors, in fp32.
+
+    Raises:
+        ModelError: the file does not hold it.
+    """
+
+    def __init__(self, facts: DenseFacts) -> None:
+        found = read_arrays(facts.path)
+        shapes: dict[str, tuple[int, ...]] = {"linear.weight": (facts.outputs, facts.inputs)}
+        if facts.has_bias:
+            shapes["linear.bias"] = (facts.outputs,)
+        for name, shape in shapes.items():
+            if name not in found or found[name].shape != shape:
+                raise ModelError(
+                    f"{printable(facts.path)!r} has no float tensor {name} of shape {shape}",
+                    hint="download it again, or convert it to float32",
+                )
+        self._parts = {name: torch.from_numpy(found[name]).float() for name in shapes}
+        self._activation = torch.tanh if facts.activation == "tanh" else lambda x: x
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        parts = {name: part.to(vectors.device) for name, part in self._parts.items()}
+        found = torch.nn.functional.linear(
+            vectors, parts["linear.weight"], parts.get("linear.bias")
+        )
+        return self._activation(found)
+
+
 class Pooler:
     """Pools the hidden states of a row into one vector.
 
@@ -108,6 +139,7 @@ class Pooler:
         self._adapters = adapters
         self._pooling = pooling
         self._model = model
+        self._dense = [_Dense(facts) for facts in pooling.dense]
 
     def read(self, forward: Forward, batch: Batch) -> Tensor | None:
         """Vectors of the rows with POOL, [n, width] fp32; None = there are none."""
@@ -117,6 +149,8 @@ class Pooler:
         if self._adapters is not None and self._adapters.has_outputs:
             self._adapters.fill_outputs(AdapterTokens(len(rows)), batch.offsets[rows])
         vectors = self._model.classify(self._pool(forward, batch, rows)).float()
+        for dense in self._dense:
+            vectors = dense(vectors)
         if self._pooling.normalize:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
         return vectors

@@ -144,7 +144,7 @@ def test_the_modules_of_a_folder_choose_the_pooling(tmp_path, mode, kind):
             "Normalize",
             "pools by",
         ),
-        ({"pooling_mode_mean_tokens": True}, "Dense", "asks for the module"),
+        ({"pooling_mode_mean_tokens": True}, "LSTM", "asks for the module"),
     ],
 )
 def test_poolings_and_modules_that_are_not_known_are_named(tmp_path, pooling, module, text):
@@ -177,3 +177,69 @@ def test_a_body_without_a_head_gives_its_last_state(tmp_path, family):
         states = [model(torch.tensor([p])).last_hidden_state[0, -1] for p in PROMPTS]
     expected = torch.nn.functional.normalize(torch.stack(states), dim=-1).numpy()
     assert np.allclose(vectors(saved(model, tmp_path)), expected, atol=1e-5)
+
+
+LONG = ([5, 17, 23, 11, 12, 13, 9, 30, 31, 32, 7, 6], [5, 30, 9], [5])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_body_that_looks_both_ways_is_pooled_and_projected(tmp_path, bias):
+    """EmbeddingGemma: windows to both sides, the mean, and two projections."""
+    from safetensors.torch import save_file
+    from transformers import Gemma3TextConfig, Gemma3TextModel
+
+    torch.manual_seed(3)
+    sizes = {**SIZES, "num_hidden_layers": 3}
+    config = Gemma3TextConfig(
+        **sizes,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=4,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        use_bidirectional_attention=True,
+        query_pre_attn_scalar=8,
+    )
+    model = Gemma3TextModel(config).eval()
+    folder = saved(model, tmp_path)
+    write_modules(folder, {"pooling_mode_mean_tokens": True}, "Normalize")
+    listed = json.loads((folder / "modules.json").read_text())
+    dense, end = [], listed.pop()
+    for index, (inputs, outputs) in enumerate(((32, 48), (48, 20))):
+        layer = torch.nn.Linear(inputs, outputs, bias=bias)
+        dense += [layer, torch.nn.Tanh()] if bias else [layer]
+        place = f"{index + 2}_Dense"
+        (folder / place).mkdir()
+        save_file(
+            {f"linear.{name}": value.detach() for name, value in layer.named_parameters()},
+            folder / place / "model.safetensors",
+        )
+        kind = "activation.Tanh" if bias else "linear.Identity"
+        facts = {"in_features": inputs, "out_features": outputs, "bias": bias}
+        facts["activation_function"] = f"torch.nn.modules.{kind}"
+        (folder / place / "config.json").write_text(json.dumps(facts))
+        listed.append({"type": "sentence_transformers.models.Dense", "path": place})
+    (folder / "modules.json").write_text(json.dumps([*listed, end]))
+    with torch.no_grad():
+        means = [model(torch.tensor([p])).last_hidden_state[0].mean(0) for p in LONG]
+        projected = torch.nn.Sequential(*dense)(torch.stack(means))
+    expected = torch.nn.functional.normalize(projected, dim=-1).numpy()
+    assert np.allclose(vectors(folder, LONG), expected, atol=1e-5)
+    alone = np.concatenate([vectors(folder, [p]) for p in LONG])
+    assert np.allclose(alone, expected, atol=1e-5)
+
+
+def test_a_projection_that_its_file_does_not_hold_is_named(tmp_path):
+    from safetensors.torch import save_file
+
+    folder = encoder(tmp_path)
+    write_modules(folder, {"pooling_mode_mean_tokens": True}, "Dense")
+    facts = {"in_features": 32, "out_features": 8, "bias": True}
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(facts))
+    save_file({"linear.weight": torch.zeros(8, 32)}, folder / "2_Dense" / "model.safetensors")
+    with pytest.raises(ModelError, match="no float tensor linear.bias of shape"):
+        vectors(folder)
+    unknown = {**facts, "activation_function": "torch.nn.modules.activation.GELU"}
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(unknown))
+    with pytest.raises(ModelError, match="activation_function"):
+        read_model_config(str(folder))

@@ -111,7 +111,7 @@ def load_model(
         )
     family = FAMILIES.load(model_config.architecture)
     model: DecoderLM | EncoderLM | WhisperLM
-    if model_config.is_encoder:
+    if model_config.num_segments:
         model = EncoderLM(model_config, build)
     elif model_config.architecture == "WhisperForCausalLM":
         model = WhisperLM(model_config, build)
