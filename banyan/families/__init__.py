@@ -121,6 +121,7 @@ FAMILIES: Table[Family] = Table(
         "MistralForSequenceClassification": "banyan.families.llama:LLAMA_BODY",
         "Qwen2ForSequenceClassification": "banyan.families.qwen:QWEN2_BODY",
         "Qwen3ForSequenceClassification": "banyan.families.qwen:QWEN3_BODY",
+        "ModernBertModel": "banyan.families.bert:MODERN_BERT",
         "BertModel": "banyan.families.bert:BERT",
         "BertForSequenceClassification": "banyan.families.bert:BERT",
         "RobertaModel": "banyan.families.bert:ROBERTA",

@@ -235,6 +235,7 @@ class Family:
         names: checkpoint format ("safetensors", "gguf") -> names of its weights.
         norm: "rms" | "layer" | "layer+bias", or "bare rms" | "bare layer" without weights.
         embedding_norm: the embeddings are normed before the first layer.
+        starts_normed: the first layer's norm is the embeddings', and its output is the stream.
         pre_norm: attention and feed-forward read a normed residual stream.
         post_norm: their outputs are normed before they join the stream.
         parallel: attention and feed-forward read the same stream and are added together:
@@ -254,6 +255,7 @@ class Family:
     names: Mapping[str, NameMap] = field(default_factory=dict)
     norm: str = "rms"
     embedding_norm: bool = False
+    starts_normed: bool = False
     pre_norm: bool = True
     post_norm: bool = False
     parallel: str = ""

@@ -1,9 +1,11 @@
-"""BERT (arXiv 1810.04805) and RoBERTa / XLM-R, which differ in names and in how positions count."""
+"""BERT (arXiv 1810.04805) and RoBERTa / XLM-R, which differ in names and in how positions count.
+ModernBERT (arXiv 2412.13663): a decoder's layers whose tokens see both ways."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from banyan.families.base import Biases, Family, HubForm
+from banyan.families.base import Biases, Family, HubForm, window_listed
 from banyan.families.names import NameMap
 from banyan.model_config.checkpoint_fields import CheckpointFields
 from banyan.model_config.model_config import ModelConfig, RopeFacts
@@ -67,4 +69,58 @@ ROBERTA = _family(
     "roberta.",
     {"classifier.dense": "head.dense", "classifier.out_proj": "head.out"},
     has_offset=True,
+)
+
+
+def _modern_keys(fields: CheckpointFields) -> Mapping[str, object]:
+    """A window counts both sides without the token; older configurations name a period."""
+    sides = fields.integer("local_attention", 2, 1 << 20, default=128)
+    found: dict[str, object] = {"sliding_window": sides // 2 + 1}
+    if not fields.has("rope_parameters"):
+        found["rope_theta"] = fields.number("global_rope_theta", 1.0, 1e12, default=160000.0)
+        found["rope_local_base_freq"] = fields.number("local_rope_theta", 1.0, 1e12, default=1e4)
+    if not fields.has("layer_types"):
+        period = fields.integer("global_attn_every_n_layers", 1, 1 << 10, default=3)
+        count = fields.integer("num_hidden_layers", 1, 1 << 10)
+        found["layer_types"] = [
+            "sliding_attention" if layer % period else "full_attention" for layer in range(count)
+        ]
+    return found
+
+
+def _modern(fields: CheckpointFields, model_config: ModelConfig) -> ModelConfig:
+    if fields.flag("norm_bias", default=False):
+        raise fields.error("norm_bias", True, "false")
+    return replace(model_config, is_encoder=True, tie_embeddings=False)
+
+
+MODERN_BERT = Family(
+    hub=HubForm(
+        eps_key="norm_eps",
+        eps=1e-5,
+        activation_key="hidden_activation",
+        activation="gelu",
+        rope_theta=160000.0,
+        window_theta=10000.0,
+        respelled=_modern_keys,
+        kinds=window_listed,
+        more=_modern,
+    ),
+    names={
+        "safetensors": NameMap(
+            {
+                "embeddings.tok_embeddings": "embedding",
+                "embeddings.norm": "layers.0.attention_norm",
+                "layers.{}.attn_norm": "layers.{}.attention_norm",
+                "layers.{}.attn.Wqkv": "layers.{}.attention.qkv:q+k+v",
+                "layers.{}.attn.Wo": "layers.{}.attention.out",
+                "layers.{}.mlp_norm": "layers.{}.mlp_norm",
+                "layers.{}.mlp.Wi": "layers.{}.mlp.gate_up:gate+up",
+                "layers.{}.mlp.Wo": "layers.{}.mlp.down",
+                "final_norm": "norm",
+            }
+        )
+    },
+    norm="layer",
+    starts_normed=True,
 )

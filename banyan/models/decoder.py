@@ -64,6 +64,7 @@ class DecoderLayer(nn.Module):
         self.rope = model_config.rope_of(layer)
         parallel = family.parallel if model_config.parallel is None else model_config.parallel
         self.is_normed = model_config.normed_stream is not None
+        self.starts_normed = family.starts_normed and layer == 0
         before, between = _stream_factors(model_config, layer)
         self.attention_norm = _stream(model_config, family, build, before)
         self.attention = None
@@ -125,7 +126,7 @@ class DecoderLayer(nn.Module):
             x, _ = self.attention_norm.add(self.shared(stream, first, angles, step), stream)
             return self.attention(x, angles, step), x, stream
         x, residual = self.attention_norm.add(x, residual)
-        residual = x if self.is_normed else residual
+        residual = x if self.is_normed or self.starts_normed else residual
         if self.attention is None:
             return None, x, residual
         attended = self.attention(x, angles, step)

@@ -228,6 +228,30 @@ def test_a_body_that_looks_both_ways_is_pooled_and_projected(tmp_path, bias):
     assert np.allclose(alone, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+def test_modern_bert_sees_half_a_window_to_both_sides(tmp_path, is_old):
+    from transformers import ModernBertConfig, ModernBertModel
+
+    torch.manual_seed(3)
+    ids = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
+    sizes = {**SIZES, "num_hidden_layers": 4, "initializer_cutoff_factor": 3.0}
+    model = ModernBertModel(ModernBertConfig(**sizes, **ids, local_attention=4)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.2)
+        states = [model(torch.tensor([p])).last_hidden_state[0, 0] for p in LONG]
+    folder = saved(model, tmp_path)
+    if is_old:
+        config = json.loads((folder / "config.json").read_text())
+        for name in ("layer_types", "rope_parameters"):
+            del config[name]
+        config |= {"global_attn_every_n_layers": 3, "global_rope_theta": 160000.0}
+        config |= {"local_rope_theta": 10000.0, "position_embedding_type": "absolute"}
+        (folder / "config.json").write_text(json.dumps(config))
+    expected = torch.nn.functional.normalize(torch.stack(states), dim=-1).numpy()
+    assert np.allclose(vectors(folder, LONG), expected, atol=1e-5)
+
+
 def test_a_projection_that_its_file_does_not_hold_is_named(tmp_path):
     from safetensors.torch import save_file
 
