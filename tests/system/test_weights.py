@@ -3,7 +3,9 @@
 import contextlib
 import json
 import shutil
+import signal
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
@@ -297,6 +299,9 @@ def test_a_new_server_takes_its_weights_from_a_running_one(tmp_path, folders, ex
         with serving(tmp_path / "log", *taken, *flags) as server:
             found = server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"]
             assert found == expected
+            server.signal(signal.SIGTERM)
+            assert server.exit_code(60.0) == 0
+            assert not list(Path("/dev/shm").glob(f"banyan-weights-{server.pid}-*"))
         lines = (tmp_path / "log").read_text()
         count = 3 if backend == "nccl" else 4
         assert f"files=1 connections={count} came from" in lines and "version 7" in lines
