@@ -98,7 +98,6 @@ def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict,
     ("words", "text"),
     [
         ("--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on one machine only"),
-        ("--enable-memory-saver", "are not released"),
         ("--pp-size 2", "stages do not verify"),
         ("--speculative-eagle-topk 2", "the size of the draft tree is not given"),
         ("--speculative-token-map FILE", "it is for --speculative-algorithm EAGLE with"),
@@ -170,7 +169,6 @@ def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
         ({}, "--speculative-draft-model-quantization int8", "the served model's checkpoint"),
         ({}, "--speculative-draft-load-format dummy", "the served model's checkpoint"),
         ({}, "--pp-size 2", "stages do not verify"),
-        ({}, "--enable-memory-saver", "are not released"),
         ({}, "--speculative-eagle-topk 4", "the size of the draft tree is not given"),
     ],
 )
@@ -323,7 +321,6 @@ def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
         ({"architectures": ["Qwen2ForCausalLM"]}, {}, "", "reads draft models of"),
         ({}, AHEAD, "", "is not supported; supported are LlamaForCausalLM"),
         ({}, {}, "--pp-size 2", "stages do not verify"),
-        ({}, {}, "--enable-memory-saver", "are not released"),
         ({}, {}, "--speculative-eagle-topk 4 --speculative-num-steps 2", "is not given"),
         ({}, {}, TREE.replace("tokens 9", "tokens 14"), "at most 12 drafts, not 13"),
         ({}, {}, f"{TREE} --tp-size 2 --attn-cp-size 2", "cannot be combined with .*topk 3"),

@@ -46,7 +46,7 @@ FLAGS = (
         "with --pipeline-parallel-size: later chunks of a prompt are smaller, so that all take the "
         "same time",
         kind=SWITCH,
-        proof="tests/scheduler/test_scheduler.py::test_later_chunks_take_as_long_as_the_first",
+        proof="tests/scheduler/test_scheduler.py::test_chunks_shrink_on_demand_with_stages_alone",
     ),
     Flag(
         "max-prefill-tokens",
