@@ -50,8 +50,8 @@ def opened(*flags: str) -> tuple[Tokenizer, Counting]:
     """The tokenizer of a server with these flags, and the calls of the library that it makes."""
     found: list[Counting] = []
 
-    def counted(path: str) -> Tokenizer:
-        tokenizer = load_tokenizer(path)
+    def counted(path: str, is_slow: bool) -> Tokenizer:
+        tokenizer = load_tokenizer(path, is_slow)
         tokenizer.encoder = Counting(tokenizer)
         found.append(tokenizer.encoder)
         return tokenizer
