@@ -434,7 +434,7 @@ def _pd_mover(
         fabric=lambda: _fabric_of(served),
         rdma_devices=handoff.rdma_devices,
         layout={_TP: parallel.tp, _DP: parallel.dp, _PP: parallel.pp},
-        peer_layout=_peer_layout(handoff),
+        peer_layout=peer_layout_of(handoff),
     )
     open_transfer = TRANSFERS.load(handoff.transfer)
 
@@ -464,7 +464,7 @@ def _pd_mover(
     return open_mover
 
 
-def _peer_layout(handoff: HandoffConfig) -> dict[str, int]:
+def peer_layout_of(handoff: HandoffConfig) -> dict[str, int]:
     """The ranks and replicas that the other server must have."""
     if handoff.mode == "prefill":
         wanted = {_TP: handoff.decode_tp, _DP: handoff.decode_dp}

@@ -15,6 +15,7 @@ from banyan.disaggregation import prefill_side, wire
 from banyan.disaggregation.decode_side import DecodeSide
 from banyan.disaggregation.page_cutting import PageForm
 from banyan.disaggregation.prefill_side import PrefillSide
+from banyan.engine.kv_transfer_setup import peer_layout_of
 from banyan.messages.disaggregation import (
     CloseTransfer,
     OpenTransfer,
@@ -33,6 +34,7 @@ from banyan.messages.plan import (
     peer_page,
     transfer_position,
 )
+from tests.support.flags import config_of
 from tests.support.page_transfer import (
     DIGEST,
     FACTS,
@@ -97,8 +99,6 @@ def test_a_page_that_was_not_given_is_a_failed_copy(sides) -> None:
         ({"secret": ""}, {}, 503, "the same secret"),
         ({"facts": {"number type": "32"}}, {}, 503, "number type differs: 32 there, 16 here"),
         ({"facts": {**FACTS, "draft": "x"}}, {}, 503, "draft differs: x there, nothing here"),
-        ({"peer_layout": {"--tp": 4}}, {"layout": {"--tp": 2}}, 503, "--tp 2, and 4 was announced"),
-        ({"layout": {"--pp": 2}}, {"peer_layout": {"--pp": 1}}, 503, "--pp 2, and 1 was announced"),
     ],
 )
 def test_servers_that_do_not_belong_together_share_nothing(
@@ -109,6 +109,26 @@ def test_servers_that_do_not_belong_together_share_nothing(
     seek(takes, 1)
     lost = takes.hear(TransferFailed)
     assert lost.status == status and why in lost.text
+    assert not takes.pages.bytes.any()
+
+
+@pytest.mark.parametrize(
+    ("mode", "words", "found"),
+    [
+        ("prefill", "--disaggregation-decode-tp 4", {"--tensor-parallel-size": 2}),
+        ("prefill", "--disaggregation-decode-dp 4", {"--data-parallel-size": 1}),
+        ("decode", "--disaggregation-prefill-pp 4", {"--pipeline-parallel-size": 2}),
+    ],
+)
+def test_a_server_of_another_layout_than_announced_gets_nothing(sides, mode, words, found) -> None:
+    config = config_of("--disaggregation-mode", mode, *words.split())
+    announced, other = {"peer_layout": peer_layout_of(config.handoff)}, {"layout": found}
+    gives, takes = sides(*((announced, other) if mode == "prefill" else (other, announced)))
+    give(gives, [4])
+    seek(takes, 1)
+    lost = takes.hear(TransferFailed)
+    ((flag, count),) = found.items()
+    assert lost.status == 503 and f"{flag} {count}, and 4 was announced" in lost.text
     assert not takes.pages.bytes.any()
 
 

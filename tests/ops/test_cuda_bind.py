@@ -13,6 +13,7 @@ from banyan.ops.cuda import fp8, needs
 from banyan.ops.stored import E4M3, E4M3_DYNAMIC
 from banyan.platform.cpu import CpuPlatform
 from tests.support.configs import MODEL_CONFIG
+from tests.support.flags import config_of
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
 QUANTISED += [E4M3, E4M3_DYNAMIC]
@@ -73,7 +74,8 @@ def test_activations_are_rounded_to_8_bit_floats_where_asked_for_and_possible(
 @pytest.mark.parametrize("name", needs.FP8_BACKENDS)
 def test_the_named_backend_multiplies_8_bit_floats(name, monkeypatch):
     monkeypatch.setattr(needs, "has_triton", lambda: True)
-    toolkit = bind.open_toolkit("cuda", 1, {"fp8-gemm-backend": name})
+    asked = config_of("--fp8-gemm-backend", name).device.fp8_backend.removeprefix("auto")
+    toolkit = bind.open_toolkit("cuda", 1, {"fp8-gemm-backend": asked} if asked else {})
     numbers = torch.zeros(128, 64, dtype=torch.float8_e4m3fn, device="meta")
     scales = torch.ones(1, 128, device="meta")
     weight = fp8.PackedFloats(128, 64, 64, 1, numbers, scales)

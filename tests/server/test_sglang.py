@@ -6,6 +6,7 @@ from dataclasses import replace
 import httpx
 
 from tests.server.fakes import Site, refusal, steps
+from tests.support.flags import config_of
 
 
 def post(http: httpx.Client, **fields: object) -> httpx.Response:
@@ -105,8 +106,10 @@ def test_a_streaming_session_needs_its_flag_and_only_appends(
     body = {"capacity_of_str_len": 100, "session_id": "live", "streaming": True}
     refused = http.post("/open_session", json=body)
     assert refused.status_code == 400 and "--enable-streaming-session" in refused.text
-    config = site.state.config
-    site.state.config = replace(config, server=replace(config.server, streaming_sessions=True))
+    config, allowed = site.state.config, config_of("--enable-streaming-session").server
+    site.state.config = replace(
+        config, server=replace(config.server, streaming_sessions=allowed.streaming_sessions)
+    )
     try:
         assert http.post("/open_session", json=body).json() == "live"
         params = {"id": "live"}

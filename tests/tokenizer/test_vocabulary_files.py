@@ -12,12 +12,12 @@ import tokenizers
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
 from banyan.base.errors import ModelError
-from banyan.config.schema import ServerConfig
 from banyan.tokenizer.encode import EncodeKind
 from banyan.tokenizer.folder_tokenizer import load_folder_tokenizer
 from banyan.tokenizer.gguf_tokenizer import SPLITS
 from banyan.tokenizer.load import load_tokenizer, open_tokenizer
 from banyan.tokenizer.vocabulary_files import _RANK_PATTERNS, _shown
+from tests.support.flags import config_of
 
 _SCRIPTS = (
     (0x41, 0x7A),
@@ -145,7 +145,7 @@ def test_the_older_file_is_read_where_that_is_asked(tmp_path):
     whole = tokenizers.Tokenizer(tokenizers.models.WordLevel({"h": 0, "[UNK]": 1}, "[UNK]"))
     whole.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     whole.save(str(tmp_path / "tokenizer.json"))
-    server = ServerConfig(tokenizer_mode="slow", tokenizer_workers=2)
+    server = config_of("--tokenizer-mode", "slow", "--tokenizer-worker-num", "2").server
     with pytest.raises(ModelError, match="--tokenizer-mode slow: .* has no tokenizer.model"):
         load_tokenizer(str(tmp_path), is_slow=True)
     pattern = _RANK_PATTERNS["TikTokenTokenizer"]

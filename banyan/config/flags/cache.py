@@ -268,7 +268,7 @@ DISAGGREGATION_FLAGS = (
         low=1,
         high=4096,
         proof="tests/disaggregation/test_transfer.py"
-        "::test_servers_that_do_not_belong_together_share_nothing",
+        "::test_a_server_of_another_layout_than_announced_gets_nothing",
     ),
     Flag(
         "disaggregation-decode-dp",
@@ -278,7 +278,7 @@ DISAGGREGATION_FLAGS = (
         low=1,
         high=4096,
         proof="tests/disaggregation/test_transfer.py"
-        "::test_servers_that_do_not_belong_together_share_nothing",
+        "::test_a_server_of_another_layout_than_announced_gets_nothing",
     ),
     Flag(
         "disaggregation-prefill-pp",
@@ -289,7 +289,7 @@ DISAGGREGATION_FLAGS = (
         low=1,
         high=4096,
         proof="tests/disaggregation/test_transfer.py"
-        "::test_servers_that_do_not_belong_together_share_nothing",
+        "::test_a_server_of_another_layout_than_announced_gets_nothing",
     ),
     Flag(
         "disaggregation-decode-polling-interval",

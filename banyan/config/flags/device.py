@@ -450,7 +450,7 @@ FLAGS = (
         "device.captures_prompts",
         "capture steps with prompts as graphs too, by number of tokens (CUDA)",
         kind=SWITCH,
-        proof="tests/runner/test_prompt_graphs.py::test_prompts_in_graphs_give_the_tokens_of_others",
+        proof="tests/config/test_defaults.py::test_prompt_sizes_are_those_that_are_named_up_to_a_bound",
     ),
     Flag(
         "piecewise-cuda-graph-tokens",
