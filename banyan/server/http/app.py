@@ -41,6 +41,8 @@ log = logger(__name__)
 TRIM_BYTES = 1 << 20
 """After requests and answers above this size, free memory is returned to the system: parsing leaves
 many times their size to the allocator."""
+TRIM_AFTER_S = 0.25
+"""So long after them: what they used is free by then, and several share one return."""
 
 BODIES_IN_MEMORY = 8
 """Limit of all bodies in memory, as a number of bodies of the largest size."""
@@ -113,6 +115,7 @@ class App(Generic[S]):
         self._send_timeout_s = send_timeout_s
         self._tokenizer_waits, self._is_strict = server.tokenizer_waits, server.strict_requests
         self._access = AccessLog(state.config.observe.http_level)
+        self._trims_soon = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -178,9 +181,14 @@ class App(Generic[S]):
             self._ended.set()
             has_begun = exchange.work is not None and self.state.has_begun(exchange.work)
             self._access.log_end(exchange, has_begun, self.state.config.observe)
-            if body.size + exchange.num_sent > TRIM_BYTES:
-                with contextlib.suppress(RuntimeError):  # the server is ending
-                    asyncio.get_running_loop().run_in_executor(None, give_back)
+            if body.size + exchange.num_sent > TRIM_BYTES and not self._trims_soon:
+                self._trims_soon = True
+                asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trims_soon = False
+        with contextlib.suppress(RuntimeError):  # the server is ending
+            asyncio.get_running_loop().run_in_executor(None, give_back)
 
     def _most_body(self, route: Route[S], exchange: HttpExchange) -> int:
         """Largest body; 0 if the route reads none or is open to everybody."""
