@@ -17,7 +17,7 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.base.json_types import whole_number
 from banyan.messages.requests import KINDS
-from banyan.messages.sampling_params import SamplingParams
+from banyan.messages.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from banyan.requests.constraint import parse_constraint
 from banyan.tokenizer.stop_strings import MAX_STOPS, TextOptions, check_stops
 
@@ -443,16 +443,19 @@ def _filters(
     numbers = {name: _filter_number(values, name) for name in FILTERS}
     is_on = {name: numbers[name] != rule.neutral for name, rule in FILTERS.items()}
     is_on["top_n_sigma"] = numbers["top_n_sigma"] > 0
+    if is_on["dynatemp_range"] and values.number("temperature", 1.0) < GREEDY_TEMPERATURE:
+        is_on["dynatemp_range"] = False
+        ignored["dynatemp_range"] = "temperature is 0: the likeliest token is taken"
     found: dict[str, float | list[int]] = {}
     for name, rule in FILTERS.items():
         if rule.switch and is_on[rule.switch] or not rule.switch and is_on[name]:
             found[name] = numbers[name]
         elif rule.switch and values.is_given(name):
-            ignored[name] = f"{rule.switch} is 0"
+            ignored[name] = f"{rule.switch} is off"
     breakers = _breakers(values)
     if not is_on["dry_multiplier"]:
         if values.is_given(BREAKERS):
-            ignored[BREAKERS] = "dry_multiplier is 0"
+            ignored[BREAKERS] = "dry_multiplier is off"
     elif limits.last_token is not None:
         found["dry_breakers"] = [limits.last_token(text) for text in breakers]
     elif values.is_given(BREAKERS):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banyan.messages.sampling_params import GREEDY_TEMPERATURE
 from banyan.ops.sampling import quantile
 from banyan.runner.sampler import LogitContext
 
@@ -118,7 +119,7 @@ def _sharpness(logits: Tensor, temperature: float, given: Mapping[str, Any]) -> 
     log_p = torch.log_softmax(logits.double(), 0)
     p = log_p.exp()
     choices = int(torch.isfinite(logits).sum())
-    if choices < 2:
+    if choices < 2 or temperature < GREEDY_TEMPERATURE:
         return 1.0
     entropy = float(-(p * log_p.where(p > 0, 0.0)).sum())
     low = max(0.0, temperature - given["dynatemp_range"])

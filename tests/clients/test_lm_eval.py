@@ -1,4 +1,4 @@
-"""lm-eval against a server on the demo model: its scores are those of the server's own routes."""
+"""lm-eval against a server on the demo model: it gets the scores of the server's own routes."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def facts(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 
 def loglikelihood(servers: Servers, context: str, rest: str) -> float:
-    """Of `rest` behind `context`, from the log-probabilities of /generate."""
+    """Of `rest` after `context`, from the log-probabilities of /generate."""
     first = servers.count(prompt=context) if context else 0
     params = {"max_new_tokens": 1, "temperature": 0}
     body = {"text": context + rest, "return_logprob": True, "logprob_start_len": 0}

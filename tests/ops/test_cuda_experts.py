@@ -1,4 +1,4 @@
-"""Blocks of experts in Triton against the reference; `triton_device.py` tells where they run."""
+"""Blocks of experts in Triton against the reference; `triton_device.py` says where they run."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 """Models with states and with an indexer over the Triton kernels, with captured decode steps; where
-they run: `triton_device.py`. Without a device the graphs are those of `Elsewhere`."""
+they run: `triton_device.py`. Without a device `Elsewhere` has the graphs."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Products with 8-bit float weights against float64: `triton_device.py` tells where they run."""
+"""Products with 8-bit float weights against float64: `triton_device.py` says where they run."""
 
 import math
 

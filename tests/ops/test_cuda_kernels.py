@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference; `triton_device.py` tells where they run."""
+"""The Triton kernels against the reference; `triton_device.py` says where they run."""
 
 import math
 

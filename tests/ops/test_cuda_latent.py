@@ -1,4 +1,4 @@
-"""Latent attention in Triton against the reference; `triton_device.py` tells where they run."""
+"""Latent attention in Triton against the reference; `triton_device.py` says where they run."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ops on states in Triton against the reference; `triton_device.py` tells where they run."""
+"""Ops on states in Triton against the reference; `triton_device.py` says where they run."""
 
 from dataclasses import replace
 

@@ -314,6 +314,8 @@ def test_filters_become_one_processor_of_the_server():
         "dry_penalty_last_n": -1,
         "dry_breakers": [1, 1, 1, 1],
     }
+    greedy = parse(limits, max_new_tokens=1, temperature=0, dynatemp_range=0.5)
+    assert greedy.sampling.processor == "" and list(greedy.ignored) == ["dynatemp_range"]
     parsed = parse(limits, max_new_tokens=1, xtc_threshold=0.2, dry_sequence_breakers=["x"])
     assert list(parsed.ignored) == ["xtc_threshold", "dry_sequence_breakers"]
 

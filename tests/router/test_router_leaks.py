@@ -1,4 +1,4 @@
-"""Requests leave nothing behind in a router: what is alive after many of a kind is what was alive
+"""Requests leave nothing in a router: what is alive after many of a kind is what was alive
 before. Router, servers and clients are all in this process.
 """
 

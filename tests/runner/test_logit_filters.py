@@ -14,10 +14,14 @@ from banyan.runner.sampler import LogitContext
 LOGITS = torch.tensor([2.0, 1.5, 0.0, -1.0, -4.0, 1.9])
 
 
-def filtered(logits: torch.Tensor = LOGITS, tokens: list[int] | None = None, **params: object):
-    context = LogitContext(
-        np.array(tokens or [0], np.int32), 1, {"xtc_threshold": 0.1, **params}, seed=7
-    )
+def filtered(
+    logits: torch.Tensor = LOGITS,
+    tokens: list[int] | None = None,
+    temperature: float = 1.0,
+    **params: object,
+) -> torch.Tensor:
+    said = np.array(tokens or [0], np.int32)
+    context = LogitContext(said, 1, {"xtc_threshold": 0.1, **params}, 7, temperature)
     return filter_logits(logits.clone(), context)
 
 
@@ -95,3 +99,13 @@ def test_the_temperature_follows_the_entropy() -> None:
     assert torch.equal(filtered(even, dynatemp_range=0.5), even)
     assert filtered(certain, dynatemp_range=0.5)[0] == pytest.approx(60.0, rel=1e-3)
     assert filtered(certain, dynatemp_range=1.0)[0] == pytest.approx(30e3, rel=1e-3)
+    assert torch.equal(filtered(certain, temperature=0.0, dynatemp_range=0.5), certain)
+
+
+@given(st.floats(0.0, 1e6), st.floats(1e-6, 1e6), st.floats(0.0, 1e6))
+def test_no_temperature_changes_which_token_is_the_likeliest(
+    temperature: float, reach: float, exponent: float
+) -> None:
+    numbers = {"dynatemp_range": reach, "dynatemp_exponent": exponent}
+    result = filtered(temperature=temperature, **numbers)
+    assert not result.isnan().any() and result[0] == result.max()

@@ -1,4 +1,4 @@
-"""Steps with prompts as graphs: tokens are those of other steps, and the host launches less."""
+"""Steps with prompts as graphs: they give the tokens of other steps, and the host launches less."""
 
 from dataclasses import dataclass
 

@@ -297,7 +297,7 @@ def test_a_connection_goes_on_behind_a_body_that_was_refused(locked: Site) -> No
 
 @pytest.mark.parametrize("size", [1 << 20, 1000, 7])
 def test_requests_that_do_not_wait_for_answers_are_answered_in_order(site: Site, size: int) -> None:
-    """Forty in one packet, or cut anywhere; those behind a stream wait for its end."""
+    """Forty in one packet, or cut anywhere; later ones wait for the end of a stream."""
     site.generator.script = lambda request: steps(f"<{len(request.prompt)}>")
     kinds = [
         (b"GET /livez", b"", b"200"),

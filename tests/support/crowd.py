@@ -12,7 +12,7 @@ ASK_S = 120.0
 
 
 class Crowd:
-    """Threads that send requests until they are told to stop.
+    """Threads that send requests until they are stopped.
 
     Args:
         body_of: the request of a client, by its number and how many it has sent.

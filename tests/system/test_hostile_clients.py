@@ -57,7 +57,7 @@ def test_polls_on_kept_connections_are_answered_while_others_come_and_go():
 
 
 def test_an_overload_by_one_caller_leaves_the_others_their_shares(server: StartServer):
-    """Ten times what may wait comes, most of it with one key: whoever is refused reads why and when
+    """Ten times what may wait comes, most of it with one key: a refused one reads why and when
     to come again, nobody is lost, and few clients are served as often as many."""
     keys = {"eager-key": 24, "modest-key": 4, "shy-key": 1}
     params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}

@@ -88,7 +88,7 @@ DOCUMENTS = ["A banyan grows new roots.", "A server keeps pages of keys and valu
 
 
 def test_a_chat_model_ranks_documents_by_how_likely_it_says_yes(demo_server):
-    """The same probabilities as those of the first token of a chat with the judge's prompt."""
+    """The probabilities of the first token of a chat with the judge's prompt."""
     http = demo_server.http
     asked = {"query": "What grows new roots?", "documents": DOCUMENTS, "instruct": "Find facts"}
     ranked = http.post("/v1/rerank", json=asked).json()

@@ -106,7 +106,7 @@ def test_what_cannot_be_released_is_refused_and_nothing_changes(server):
 
 
 def test_memory_goes_and_comes_under_load_and_every_request_is_answered(server):
-    """A release is refused while requests run; behind a pause it is not, and they go on later."""
+    """A release is refused while requests run; after a pause it is not, and they go on later."""
     params = PROMPT["sampling_params"]
 
     def body_of(number: int, count: int) -> dict:
